@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from peft import PeftConfig, TaskType
 
+from snnk_peft.arguments import in_words
 from snnk_peft.digests import DIGESTS, entry_faults, open_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_adapter_card
@@ -108,10 +109,23 @@ class SNNKConfig(NamedOptions, PeftConfig):
     problem_type: str | None = None
     snnk_digests: dict[str, str] | None = None
 
+    @classmethod
+    def unknown_option(cls, name: str, known: list[str]) -> str:
+        """As for any options; a part without a field of its own is told apart."""
+        if name in PARTS:
+            return f"{cls.__name__} has no field {name!r}; this part is given as {config_with(PARTS[name])}"
+        return super().unknown_option(name, known)
+
     def __post_init__(self) -> None:
         if self.task_type is not None and self.task_type not in list(TaskType):
-            valid = ", ".join(TaskType)
-            raise ConfigError(f"task_type is {self.task_type!r}; expected one of {valid}, or None")
+            valid, given = ", ".join(TaskType), self.task_type
+            if isinstance(given, str):
+                raise ConfigError(f"task_type is {given!r}; expected one of {valid}, or None")
+            instead = config_with(type(given)) if isinstance(given, Part) else "SNNKConfig(ffn=FFNPart(...))"
+            raise ConfigError(
+                f"task_type, the first argument, is {in_words(given)}; expected one of {valid}, or None. Parts are "
+                f"given by name, {instead}, and a dict of options as SNNKConfig(**options)"
+            )
         super().__post_init__()
         changed = self._take_digests()
         self.peft_type = SNNKType.SNNK
@@ -125,7 +139,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
             self.parts = [part for part, _ in read]
             faults += [fault for _, wrong in read for fault in wrong]
         else:
-            faults.append(f"parts is a {type(self.parts).__name__}; expected a list of parts")
+            faults.append(f"parts is {in_words(self.parts)}; expected a list of parts, [FFNPart(...)] for example")
         for name, part in self.named_parts().items() if isinstance(self.parts, list) else ():
             if not isinstance(part, Part):
                 continue  # told already
@@ -227,7 +241,10 @@ def _part_from(where: str, cls: type[Part], given: object) -> tuple[Any, list[st
     if given is None or isinstance(given, cls):
         return given, []
     if not isinstance(given, Mapping):
-        return given, [f"{where} is a {type(given).__name__}; expected {cls.__name__}, a dict of its fields or None"]
+        return given, [
+            f"{where} is {in_words(given)}; expected {cls.__name__}(...), a dict of its fields or None"
+            + _elsewhere(given)
+        ]
     valid = [f.name for f in dataclasses.fields(cls)]
     wrong = [f"{where}.{did_you_mean('field', key, valid)}" for key in given if key not in valid]
     return (None, wrong) if wrong else (cls(**given), [])
@@ -244,4 +261,22 @@ def _listed_part(where: str, given: object) -> tuple[Any, list[str]]:
     if isinstance(given, Part) and any(PARTS[name] is type(given) for name in PARTS):
         return given, []
     kinds = ", ".join(PARTS[name].__name__ for name in PARTS)
-    return None, [f"{where} is a {type(given).__name__}; expected one of {kinds}, or a dict with 'part' and its fields"]
+    return None, [
+        f"{where} is {in_words(given)}; expected one of {kinds}, such as FFNPart(...), or a dict with 'part' and its "
+        "fields"
+    ]
+
+
+def config_with(cls: type[Part]) -> str:
+    """How a config with such a part is written."""
+    own = next((name for name in SHORTCUTS if PARTS[name] is cls), None)
+    return f"SNNKConfig({f'parts=[{cls.__name__}(...)]' if own is None else f'{own}={cls.__name__}(...)'})"
+
+
+def _elsewhere(given: object) -> str:
+    """A sentence about where what was given belongs, or nothing."""
+    if isinstance(given, Part):
+        return f". This part goes elsewhere: {config_with(type(given))}"
+    if isinstance(given, (list, tuple)):
+        return ". Several parts of a kind go into parts=[...]"
+    return ""

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from snnk_peft.bundling.bundle import TOLERANCES, bundle
 from snnk_peft.bundling.report import probe_inputs
@@ -33,7 +32,7 @@ from snnk_peft.families.base import ModelFamily
 from snnk_peft.layers.slots import Slot
 from snnk_peft.parts import PARTS
 from snnk_peft.tuner.get_model import get_snnk_model
-from snnk_peft.tuner.given_model import refuse_patched, refuse_prepared, takes_model
+from snnk_peft.tuner.given_model import of_transformers, refuse_patched, refuse_prepared, takes_model
 from snnk_peft.tuner.model import plan_patches
 from snnk_peft.tuner.slot_layer import SlotLayer, is_saved_in_full
 
@@ -98,8 +97,8 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
     refuse_prepared(model)
     refuse_patched(model)
     refuse_not_finite(model)
+    model = of_transformers(model, "expected one, of the family whose description is to be checked")
     family = family_of(model)
-    assert isinstance(model, PreTrainedModel)
     report = FamilyReport(type(model).__name__, family.name)
     faults = [fault for name in IN_LAYERS for fault in _missing(model, family, name)]
     if not faults:

@@ -22,21 +22,27 @@ def did_you_mean(kind: str, given: object, valid: list[str]) -> str:
     """The text "unknown KIND 'GIVEN'; did you mean 'X'? Available: ..."."""
     close = closest(given, valid)
     hint = f"; did you mean {close!r}?" if close else "."
-    return f"unknown {kind} {given!r}{hint} Available: {', '.join(valid)}"
+    shown = " ".join(repr(given).split())[:100]
+    return f"unknown {kind} {shown}{hint} Available: {', '.join(valid) or 'none'}"
 
 
 class NamedOptions:
     """A class whose constructor names unknown options as a file's are, all at once; see `UnknownOptionError`."""
 
-    def __new__(cls: type[T], *args: Any, **given: Any) -> T:
+    def __new__(cls, *args: Any, **given: Any) -> Any:
         """Look at the names; the values are the constructor's."""
         known = inspect.signature(cls.__init__).parameters
         names = list(known)[1:]
         if not any(p.kind is p.VAR_KEYWORD for p in known.values()) and not given.keys() <= set(names):
-            faults = [f"{cls.__name__}: {did_you_mean('option', name, names)}" for name in given if name not in names]
+            faults = [cls.unknown_option(name, names) for name in given if name not in names]
             # By these words PEFT sees that a file has entries of a newer version, which it leaves out with a warning.
             raise UnknownOptionError([*faults[:-1], f"{faults[-1]} (got an unexpected keyword argument)"])
         return object.__new__(cls)
+
+    @classmethod
+    def unknown_option(cls, name: str, known: list[str]) -> str:
+        """A message about an option that the class does not have."""
+        return f"{cls.__name__}: {did_you_mean('option', name, known)}"
 
 
 class Registry(Generic[T]):

@@ -16,7 +16,7 @@ PACKAGE = "snnk_peft"
 LAYERS: list[set[str]] = [
     {"errors", "options", "version"},
     {"registry", "json_files", "repeats", "saved_folder", "yaml_files"},
-    {"digests"},
+    {"arguments", "digests"},
     {"config_size", "stamps"},
     {"model_card"},  # text from plain data
     {"functional"},

@@ -26,7 +26,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import known_family
 from snnk_peft.functional.at_hand import offloaded
 from snnk_peft.model_card import hub_id
-from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.given_model import is_bundle, of_transformers, takes_model
 from snnk_peft.tuner.slot_layer import SlotLayer, root_of
 
 Tensors = dict[str, torch.Tensor]
@@ -109,16 +109,13 @@ def folded_model(base: nn.Module) -> tuple[Any, FoldPlan, dict[str, Place]]:
     Raises:
         ConfigError, UnsupportedError: as in `bundle`.
     """
-    if getattr(getattr(base, "config", None), "snnk_plan", None) is not None:
+    if is_bundle(base):
         raise ConfigError(
             f"{type(base).__name__} is a bundle already; expected a patched model, from get_snnk_model. There is "
             "nothing more to fold: use it, or save it with save_pretrained (LoRA that was put on it is merged by "
             "merge_and_unload)"
         )
-    if not isinstance(base, PreTrainedModel):
-        raise UnsupportedError(
-            f"{type(base).__name__} is not a transformers PreTrainedModel; it could not be loaded back"
-        )
+    base = of_transformers(base, "its bundle could not be loaded back")
     if getattr(base, "is_quantized", False):
         raise UnsupportedError("the model is quantized; load it in full precision, then patch and bundle it")
     if away := offloaded(base):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from snnk_peft.arguments import in_words, number_faults, numbers_faults
 from snnk_peft.bundling.classes import SavedBundle
 from snnk_peft.calibrating.batches import LabelledRows, labelled, model_inputs, of_batch
 from snnk_peft.calibrating.guards import all_or_nothing, evaluating, named_padding, refuse_not_finite, refuse_overflow
@@ -115,6 +116,12 @@ def fit_closed_form(
         True
     """
     start = time.perf_counter()
+    faults = [] if ridge is None else number_faults("ridge", ridge, low=0)
+    faults += numbers_faults("ridges", ridges, above=0)
+    if not isinstance(targets, str):
+        faults.append(f"targets is {in_words(targets)}; expected the key of the targets in a batch, such as 'labels'")
+    if faults:
+        raise ConfigError(faults)
     refuse_inference_tensors(model)
     refuse_not_finite(model)
     with all_or_nothing(model, ()):  # nothing is written to, but modules are switched to eval mode and get hooks
@@ -204,7 +211,13 @@ def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Li
         for path, module in model.named_modules():
             if isinstance(module, nn.Linear):
                 hooks.enter_context(module.register_forward_hook(partial(note, path)))
-        logits = getattr(model(**given_inputs), "logits", None)
+        try:
+            logits = getattr(model(**given_inputs), "logits", None)
+        except (AttributeError, TypeError, ValueError) as error:  # of the model's code: it wants other inputs
+            raise UnsupportedError(
+                f"{type(model).__name__} does not run on {', '.join(given_inputs)} alone ({type(error).__name__}: "
+                f"{error}); expected a classifier that does"
+            ) from error
     for path, linear, out in reversed(given):
         if isinstance(logits, torch.Tensor) and out.shape == logits.shape and torch.equal(out, logits):
             if linear.bias is None:

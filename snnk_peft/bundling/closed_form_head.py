@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
+from snnk_peft.arguments import in_words
 from snnk_peft.bundling.bundle import TOLERANCES
 from snnk_peft.bundling.head_bundle import PROBLEMS, head_report, with_head
 from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of, second_text, separator_of
@@ -33,7 +33,8 @@ from snnk_peft.heads.features import HeadFeatures, HeadReader
 from snnk_peft.heads.fitted import HEAD_RIDGES, FittedHead
 from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.solvers.reduce import TokenSample, gathered
-from snnk_peft.tuner.given_model import outside_inference_mode, plain_model
+from snnk_peft.tuner.given_model import of_transformers, outside_inference_mode, plain_model
+from snnk_peft.tuner.slot_layer import is_of_an_adapter
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
 ROUNDINGS = 8  # by which variances of what a model computes differ at most when other examples stand in the batch
@@ -56,6 +57,7 @@ class ClosedFormHead:
 
     Raises:
         ConfigError: a layer that the model does not have; an unknown kind; fewer than two classes; names that repeat.
+        UnsupportedError: no transformers model, a patched one, or one without one vector for each token.
 
     Example:
         >>> import torch
@@ -82,19 +84,33 @@ class ClosedFormHead:
         names: Sequence[str] | None = None,
         remember: bool = False,
     ):
-        model = plain_model(model)
-        if not isinstance(model, PreTrainedModel):
+        given = plain_model(model)
+        if any(is_of_an_adapter(module) for module in given.modules()):
             raise UnsupportedError(
-                f"{type(model).__name__} is not a transformers PreTrainedModel; expected an encoder, or a model with a "
-                "head. A patched model becomes one by snnk_peft.bundle"
+                f"{type(given).__name__} holds an adapter; expected a plain encoder, or a model with a head. A model "
+                "from get_snnk_model becomes one by snnk_peft.bundle, others by merge_and_unload()"
             )
-        self.model, self.features = model, features or HeadFeatures()
-        self.encoder: nn.Module = model.base_model
-        images = model.main_input_name == "pixel_values"
-        config = getattr(model.config, "vision_config", model.config) if images else model.config.get_text_config()
-        self.names = _checked(names if names is not None else (model.config.id2label or {}).values())
-        self.reader = HeadReader(self.features, config.hidden_size, config.num_hidden_layers + 1)
-        self.reader.to(model.device).eval()
+        self.model = of_transformers(given, "expected an encoder, or a model with a head")
+        faults: list[str] = []
+        if not isinstance(features, (HeadFeatures, type(None))):
+            instead = "names=[...]" if _are_texts(features) else "HeadFeatures([(-1, 'mean')])"
+            faults.append(f"features is {in_words(features)}; expected HeadFeatures or None. Give {instead}")
+        if names is not None and not isinstance(names, Iterable):
+            faults.append(f"names is {in_words(names)}; expected a list of texts, one per class, label or number")
+        if faults:
+            raise ConfigError(faults)
+        self.features = features or HeadFeatures()
+        self.encoder: nn.Module = self.model.base_model
+        images, config = self.model.main_input_name == "pixel_values", self.model.config
+        sizes = getattr(config, "vision_config", config) if images else config.get_text_config()
+        if getattr(sizes, "is_encoder_decoder", False) or not hasattr(sizes, "hidden_size"):
+            raise UnsupportedError(
+                f"{type(given).__name__} is no stack of Transformer layers with one vector for each token "
+                "(config.hidden_size); expected an encoder or a decoder. Of an encoder-decoder give model.get_encoder()"
+            )
+        self.names = _checked(names if names is not None else (config.id2label or {}).values())
+        self.reader = HeadReader(self.features, sizes.hidden_size, sizes.num_hidden_layers + 1)
+        self.reader.to(self.model.device).eval()
         origin = {"weights": _digest(self.encoder), "features": self.features.to_dict(), "names": self.names}
         self.statistics = HeadStatistics(self.reader.out_dim, len(self.names), kind, origin, remember)
         self.fitted: FittedHead | None = None
@@ -197,7 +213,7 @@ class ClosedFormHead:
         """
         if isinstance(other, (str, os.PathLike)):
             other = HeadStatistics.load(other)
-        if isinstance(other, HeadStatistics):
+        if not isinstance(other, ClosedFormHead):
             self.statistics.merge(other)
         else:
             self.statistics.merge(other.statistics)
@@ -229,7 +245,7 @@ class ClosedFormHead:
             targets: key of the targets.
 
         Raises:
-            ValueError: no examples were counted.
+            ConfigError: no examples were counted; ridges that are no numbers above 0.
         """
         fitted = FittedHead(self.statistics, ridges)
         if fitted.kind != "numbers":
@@ -304,6 +320,10 @@ class ClosedFormHead:
                 ids[:, half] = separator
         wanted = temperature * (self.fitted.scores(self.vectors(inputs)) - shift)
         return float((made(**inputs).logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
+
+
+def _are_texts(given: object) -> bool:
+    return isinstance(given, (list, tuple)) and all(isinstance(each, str) for each in given)
 
 
 def _checked(names: Any) -> list[str]:

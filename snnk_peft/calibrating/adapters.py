@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from snnk_peft.arguments import numbers_faults
 from snnk_peft.calibrating.batches import Batch, Batches, Survey, is_held_out, placed
 from snnk_peft.calibrating.guards import all_or_nothing, common_faults, evaluating, named_padding, refuse_not_finite
 from snnk_peft.calibrating.report import AdapterReport, AdapterSlotReport
@@ -28,7 +29,7 @@ from snnk_peft.layers.slots import Slot, real_tokens
 from snnk_peft.repeats import LABELS
 from snnk_peft.solvers.gradient_rows import RIDGES, GradientMoments, gradient_rows
 from snnk_peft.solvers.reduce import process, processes, same_everywhere
-from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.given_model import no_adapter, takes_model
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path, root_of
 
 ROOM = 1 << 28  # bytes of statistics at a time; more adapters than that take further passes
@@ -105,8 +106,7 @@ def calibrate_adapters(
     start = time.perf_counter()
     adapters, faults, away = _adapters(model)
     faults += common_faults(model, held_out, "adapters", away)
-    if not ridges or not all(ridge > 0 for ridge in ridges):
-        faults.append(f"ridges is {ridges!r}; expected numbers above 0, at least one")
+    faults += numbers_faults("ridges", ridges, above=0)
     if not faults:
         survey = Survey(model, batches, held_out)
         faults = survey.faults
@@ -162,8 +162,12 @@ def _adapters(model: nn.Module) -> tuple[list[_Adapter], list[str], list[str]]:
     if not adapters and not away:
         have = f"the adapter's projection is {', '.join(sorted(fixed))}" if fixed else "the model has no active adapter"
         faults.append(
-            f"{have}, so there are no rows to make; expected a model from get_snnk_model with "
-            'AdapterPart(projection="free") for rows that are trained, or "informed" for rows that stay'
+            f"{have}, so there are no rows to make: "
+            + (
+                no_adapter(model)
+                or 'expected a model from get_snnk_model with AdapterPart(projection="free") for rows that are '
+                'trained, or "informed" for rows that stay'
+            )
         )
     if trained := [adapter.path for adapter in adapters if bool(adapter.readout.matrix().any())]:
         faults.append(

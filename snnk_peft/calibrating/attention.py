@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from snnk_peft.arguments import number_faults
 from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
 from snnk_peft.calibrating.guards import all_or_nothing, common_faults, evaluating, named_padding, refuse_not_finite
 from snnk_peft.calibrating.report import CalibrationReport, SlotReport
@@ -33,7 +34,7 @@ from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention.recording import Observer
 from snnk_peft.parts.attention.slots import Attend
 from snnk_peft.solvers.reduce import processes
-from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.given_model import no_adapter, takes_model
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 LOSSES = ("cross_entropy", "output", "weights")
@@ -150,15 +151,17 @@ def _faults(
     faults = []
     if type(steps) is not int or steps < 1:
         faults.append(f"steps is {steps!r}; expected an integer >= 1")
-    if not isinstance(learning_rate, (int, float)) or not 0 < learning_rate < math.inf:
-        faults.append(f"learning_rate is {learning_rate!r}; expected a number above 0")
+    faults += number_faults("learning_rate", learning_rate, above=0, below=math.inf)
     if loss not in LOSSES:
         faults.append(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}")
     if not observers:
         faults.append(
-            "the model has no active linear attention over all tokens with something to learn; expected a model from "
-            "get_snnk_model with an AttentionPart whose projection is learned, such as AttentionPart(component="
-            "'softmax_pm', projection='free', separate_maps=True), with that adapter active and trainable"
+            "the model has no active linear attention over all tokens with something to learn: "
+            + (
+                no_adapter(model)
+                or "expected a model from get_snnk_model with an AttentionPart whose projection is learned, such as "
+                "AttentionPart(component='softmax_pm', projection='free', separate_maps=True), that is trainable"
+            )
         )
     components = [one.component for observer in observers for one in observer.kernel.maps()]
     signed = sorted({type(component).__name__ for component in components if not component.positive})

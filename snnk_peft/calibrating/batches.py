@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from snnk_peft.arguments import in_words
 from snnk_peft.calibrating.inputs import FLOATS, GIVES, Batch, InputCheck, as_tensors, masked_tokens
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.at_hand import place_of
@@ -21,12 +23,22 @@ Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
 
 def read(batches: Batches) -> Iterator[Any]:
-    """The batches once more, as they are given."""
-    return iter(batches() if callable(batches) else batches)
+    """The batches once more, as they are given.
+
+    Raises:
+        ConfigError: a function that returns none.
+    """
+    given = batches() if callable(batches) else batches
+    try:
+        return iter(given)
+    except TypeError as error:
+        raise ConfigError(
+            f"batches is a function that returned {in_words(given)}; expected one that returns a fresh iterator"
+        ) from error
 
 
 def refuse_no_batches(batches: Any) -> None:
-    """Raise ConfigError for what does not hold batches: a single batch, a text, nothing."""
+    """Raise ConfigError for what does not hold batches: a single batch, a text, a tokenizer, nothing."""
     expected = f"expected a list of dicts of model inputs, such as a tokenizer {GIVES}, or a DataLoader"
     if isinstance(batches, Mapping):
         inside = ", ".join(map(str, batches))
@@ -35,10 +47,26 @@ def refuse_no_batches(batches: Any) -> None:
             f"batches is a {type(batches).__name__} ({inside}); {expected}. "
             + ("Give one of its splits" if single else "Give a batch alone as [batch]")
         )
-    readable = callable(batches) or hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
-    if isinstance(batches, (str, bytes)) or not readable:
-        shown = f"the text {batches[:30]!r}" if isinstance(batches, str) else f"a {type(batches).__name__}"
-        raise ConfigError(f"batches is {shown}; {expected}")
+    if hasattr(batches, "columns") and hasattr(batches, "iloc"):  # a DataFrame, which gives its column names
+        inside = ", ".join(map(str, batches.columns))
+        raise ConfigError(f"batches is a {type(batches).__name__} ({inside}); {expected}")
+    # Models, tokenizers and classes can be called, and some be iterated, but give no batches.
+    other = isinstance(batches, (str, bytes, type)) or hasattr(batches, "from_pretrained")
+    if other or not (_starts(batches) or hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
+        raise ConfigError(
+            f"batches is {in_words(batches)}; {expected}, or a function without arguments that returns one"
+        )
+
+
+def _starts(batches: Any) -> bool:
+    """Return True for what can be called without arguments."""
+    try:
+        inspect.signature(batches).bind()
+    except TypeError:
+        return False
+    except ValueError:  # of some functions in C nobody knows
+        return callable(batches)
+    return not isinstance(batches, nn.Module)
 
 
 def checked(model: nn.Module, batches: Iterable[Any], targets: str | None = None) -> Iterator[Batch]:

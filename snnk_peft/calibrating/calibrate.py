@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from snnk_peft.arguments import numbers_faults
 from snnk_peft.calibrating.adapters import adapters_with_rows, calibrate_adapters
 from snnk_peft.calibrating.attention import fit_attention, learned_kernels, loss_of
 from snnk_peft.calibrating.batches import Batches, Survey
@@ -37,7 +38,7 @@ from snnk_peft.layers.slots import FitOptions, Fitter, Slot
 from snnk_peft.solvers.landmarks import RULES
 from snnk_peft.solvers.reduce import process, processes, same_everywhere
 from snnk_peft.solvers.ridge import DEFAULT_RIDGES
-from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.tuner.given_model import no_adapter, takes_model
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module, original_path, root_of
 
 HELD_OUT = 0.2
@@ -130,13 +131,17 @@ def calibrate(
         faults.append(f"landmarks is {landmarks!r}; expected one of {', '.join(RULES)}")
     if type(steps) is not int or steps < 0:
         faults.append(f"steps is {steps!r}; expected an integer >= 0")
+    faults += numbers_faults("ridges", ridges, low=0)
     options = FitOptions(landmarks, ridges, refit, steps)
     if not slots:
         faults.append(
-            "the model has no active part that can be calibrated; expected a model from get_snnk_model with ffn=, "
-            "pooler=, low_rank=, attention over projection 'centroids' or a part such as NarrowHeadsPart, with that "
-            "adapter active; or linear attention over a learned projection with steps=200, or adapters over 'free' or "
-            "'informed'"
+            "the model has no active part that can be calibrated: "
+            + (
+                no_adapter(model)
+                or "expected a model from get_snnk_model with ffn=, pooler=, low_rank=, attention over projection "
+                "'centroids' or a part such as NarrowHeadsPart; or linear attention over a learned projection with "
+                "steps=200, or adapters over 'free' or 'informed'"
+            )
         )
     away = [name for name, layer in slots.items() if offloaded(layer.snnk_slots)]
     faults += common_faults(model, held_out, "readouts", away)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from snnk_peft.arguments import number_faults
 from snnk_peft.calibrating.inputs import masked_tokens
 from snnk_peft.errors import ConfigError
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path, root_of, saved_in_full
@@ -17,11 +18,9 @@ SHOWN = 4  # parameters that are named
 NONE = -1  # no token: nothing is padding
 
 
-def common_faults(model: nn.Module, held_out: float, what: str, away: list[str]) -> list[str]:
+def common_faults(model: nn.Module, held_out: object, what: str, away: list[str]) -> list[str]:
     """Messages about what no fit of a part can do."""
-    faults = []
-    if not 0 < held_out < 1:
-        faults.append(f"held_out is {held_out!r}; expected a fraction between 0 and 1")
+    faults = number_faults("held_out", held_out, above=0, below=1)
     if away:
         faults.append(
             f"the {what} of {', '.join(away)} are offloaded to memory or disk, where a fit would not last; expected "

@@ -10,6 +10,7 @@ a token for padding: two of them in a row at either end of a sequence are no tex
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,8 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from snnk_peft.arguments import in_words
 from snnk_peft.repeats import LABELS
-from snnk_peft.tuner.slot_layer import active_module
+from snnk_peft.tuner.slot_layer import active_module, root_of
 
 Batch = Mapping[str, Any]
 
@@ -42,6 +44,8 @@ class InputCheck:
     """Looks at one batch after the other."""
 
     def __init__(self, model: nn.Module):
+        self.model = root_of(model)
+        self.forward = inspect.signature(self.model.forward)
         self.vocabulary = _vocabulary(model)
         self.padding = _padding(model)
         self._found: list[str] = []
@@ -58,12 +62,27 @@ class InputCheck:
         self._found += [f"{where} {text}" for text in wrong]
         if not wrong:
             self._found += self._of_tokens(where, made)
+            self._found += self._of_model(where, [name for name in made if name not in {*LABELS, targets}])
         return made
 
     def faults(self) -> list[str]:
         """Return the messages; beyond a limit only their number."""
         more = len(self._found) - SHOWN
         return self._found if more < 2 else [*self._found[:SHOWN], f"and {more} more faults of this kind"]
+
+    def _of_model(self, where: str, names: list[str]) -> Iterator[str]:
+        """What the model does not read, or lacks; names are without labels."""
+        name, known = type(self.model).__name__, self.forward.parameters
+        main = getattr(self.model, "main_input_name", None)
+        if main in known and not {main, *(each for each in EXAMPLE_AXES if each in known)} & set(names):
+            giver = "an image processor" if main == "pixel_values" else "its tokenizer"
+            yield f"{where} holds {', '.join(names)}; expected {main}, which {name} reads and {giver} gives"
+            return
+        try:
+            self.forward.bind(**dict.fromkeys(names))
+        except TypeError as error:
+            reads = ", ".join(each for each, kind in known.items() if kind.kind is not kind.VAR_KEYWORD)
+            yield f"{where} holds {', '.join(names)}; expected what {name} reads, of {reads} ({error})"
 
     def _of_tokens(self, where: str, batch: Batch) -> Iterator[str]:
         main = next((name for name in EXAMPLE_AXES if isinstance(batch.get(name), torch.Tensor)), None)
@@ -113,7 +132,7 @@ def _in_words(given: Any) -> str:
         )
     if isinstance(given, (list, tuple)) and given:
         return f"a {type(given).__name__} of {len(given)} {type(given[0]).__name__}s"
-    return f"a {type(given).__name__}"
+    return in_words(given)
 
 
 def padded_rows(ids: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from snnk_peft.arguments import in_words, number_faults, path_of
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.report import compare, probe_inputs
 from snnk_peft.calibrating.batches import read, refuse_no_batches
@@ -33,7 +34,8 @@ from snnk_peft.exporting.program import (
     opsets,
 )
 from snnk_peft.exporting.report import ExportReport, Int8Report, ShapeParity
-from snnk_peft.tuner.given_model import takes_model
+from snnk_peft.options import closest
+from snnk_peft.tuner.given_model import of_transformers, takes_model
 from snnk_peft.tuner.slot_layer import is_of_an_adapter
 
 # Relative to the largest output; other kernels add up in another order.
@@ -103,8 +105,7 @@ def export(
         torch.Size([7, 2])
     """
     started = time.perf_counter()
-    target = Path(path)
-    _check(format, target, int8, opset, tolerance, overwrite)
+    target = _check(format, path, int8, opset, tolerance, overwrite)
     form = FORMATS[format]
     if missing := missing_packages(form):
         raise ImportError(
@@ -176,16 +177,21 @@ def export(
     )
 
 
-def _check(format: str, target: Path, int8: bool, opset: int | None, tolerance: float | None, overwrite: bool) -> None:
+def _check(format: object, path: object, int8: bool, opset: int | None, tolerance: object, overwrite: bool) -> Path:
+    target = path_of("path", path)
     faults = []
-    if format not in FORMATS:
-        faults.append(f"format is {format!r}; expected {' or '.join(map(repr, FORMATS))}")
+    if not isinstance(format, str) or format not in FORMATS:
+        close = closest(format, FORMATS) if isinstance(format, str) else None
+        hint = f". Did you mean {close!r}?" if close else ""
+        faults.append(f"format is {in_words(format)}; expected {' or '.join(map(repr, FORMATS))}{hint}")
     elif (other := next((name for name, form in FORMATS.items() if form.suffix == target.suffix), format)) != format:
         faults.append(
             f"path is {target}, the name of a {other!r} file; expected one that ends in {FORMATS[format].suffix}"
         )
     if target.is_dir():
         faults.append(f"path is {target}, a folder; expected the name of a file, such as {target / 'model.onnx'}")
+    elif (file := next((each for each in target.parents if each.is_file()), None)) is not None:
+        faults.append(f"path is {target}, but {file} is a file; expected the name of a file in a folder")
     elif not overwrite and (there := [file for file in (target, _beside(target)) if file.exists()]):
         faults.append(f"{there[0]} exists; choose another path, or replace it with overwrite=True")
     if format == "torch" and int8:
@@ -199,10 +205,11 @@ def _check(format: str, target: Path, int8: bool, opset: int | None, tolerance: 
                 f"opset is {opset!r}; expected {lowest} to {newest}, which this torch and the installed onnx know, "
                 "or None for the newest that it writes"
             )
-    if tolerance is not None and not tolerance > 0:
-        faults.append(f"tolerance is {tolerance}; expected a number above 0, or None")
+    if tolerance is not None:
+        faults += number_faults("tolerance", tolerance, above=0)
     if faults:
         raise ConfigError(faults)
+    return target
 
 
 def _beside(path: Path) -> Path:
@@ -213,11 +220,7 @@ def _plain_model(model: nn.Module, sample: Inputs | None) -> PreTrainedModel:
     """Return the model to export: a patched one is bundled first."""
     if any(is_of_an_adapter(module) for module in model.modules()):
         return bundle(model, probe=None if sample is None else _placed(sample, model))
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedError(
-            f"{type(model).__name__} is no transformers model; expected a bundle, or a model from get_snnk_model"
-        )
-    return model
+    return of_transformers(model, "expected a bundle, or a model from get_snnk_model")
 
 
 def _placed(batch: Inputs, model: Any) -> Inputs:

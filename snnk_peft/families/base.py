@@ -7,15 +7,18 @@ or to the model itself if it is the bare encoder. Paths of the `layer` group are
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
 
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from snnk_peft.errors import UnsupportedError
+from snnk_peft.arguments import in_words
+from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.at_hand import at_hand
+from snnk_peft.options import fits_type
 from snnk_peft.registry import NamedOptions, Registry
 
 
@@ -64,6 +67,9 @@ class ModelFamily(NamedOptions):
         expects: fields of the config and the values for which the description holds.
         attention_backend: True where attention is called through transformers' AttentionInterface although the model
             class does not declare it.
+
+    Raises:
+        ConfigError: a value of another type.
     """
 
     name: str
@@ -94,6 +100,16 @@ class ModelFamily(NamedOptions):
     excludes: str | None = None
     expects: Mapping[str, Any] = field(default_factory=dict, hash=False)
     attention_backend: bool = False
+
+    def __post_init__(self) -> None:
+        kinds = get_type_hints(type(self))
+        faults = [
+            f"{each.name} is {getattr(self, each.name)!r}; expected {each.type}"
+            for each in fields(self)
+            if not fits_type(getattr(self, each.name), kinds[each.name])
+        ]
+        if faults:
+            raise ConfigError(f"ModelFamily: {fault}" for fault in faults)
 
     def path(self, model: nn.Module, template: str) -> str:
         """`template` with "{base}." filled in for this model: the encoder's attribute name, or nothing."""
@@ -147,6 +163,7 @@ class ModelFamily(NamedOptions):
                 )
 
 
+WITHOUT_FAMILY = 'Without a family, low rank goes onto any Linear or convolution: LowRankPart(targets="*")'
 FAMILIES: Registry[ModelFamily] = Registry("model family", "snnk_peft.families")
 
 
@@ -157,7 +174,7 @@ def register_family(family: ModelFamily) -> ModelFamily:
         family: where the parts of the architecture live.
 
     Raises:
-        ConfigError: another family is registered under this name.
+        ConfigError: another family is registered under this name; no ModelFamily.
 
     Example:
         >>> from snnk_peft import FAMILIES, ModelFamily, register_family
@@ -166,6 +183,8 @@ def register_family(family: ModelFamily) -> ModelFamily:
         >>> FAMILIES["my-bert"].ffn_in
         'intermediate.dense'
     """
+    if not isinstance(family, ModelFamily):
+        raise ConfigError(f"family is {in_words(family)}; expected ModelFamily(name=..., layers=..., ...)")
     FAMILIES.register(family.name, family)
     return family
 
@@ -179,17 +198,18 @@ def family_of(model: nn.Module) -> ModelFamily:
     if (family := known_family(model)) is not None:
         return family
     model_type = getattr(getattr(model, "config", None), "model_type", None)
+    name, known = type(model).__name__, ", ".join(FAMILIES.names())
     if model_type is None:
         raise UnsupportedError(
-            f"{type(model).__name__} has no config.model_type; expected a transformers model of one of the families "
-            f"{', '.join(FAMILIES.names())}"
+            f"{name} has no config.model_type; expected a transformers model of one of the families {known}"
+            f"{held_model(model)}. {WITHOUT_FAMILY}"
         )
     # A model_type is never a slip of the pen: no "did you mean".
-    name, known = type(model).__name__, ", ".join(FAMILIES.names())
     if not getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(
             f"unknown model family {model_type!r}. Available: {known}. To add {name}, describe its module paths with "
-            "snnk_peft.ModelFamily and snnk_peft.register_family"
+            "snnk_peft.ModelFamily and snnk_peft.register_family, and try the description with snnk_peft.check_family. "
+            f"{WITHOUT_FAMILY}"
         )
     encoder: Any = getattr(model, "get_encoder", lambda: model)()
     raise UnsupportedError(
@@ -197,12 +217,20 @@ def family_of(model: nn.Module) -> ModelFamily:
         f"expected one stack of layers, of one of the families {known}. "
         + (
             f"Describe the module paths of its {type(encoder).__name__} (model.get_encoder()) with "
-            "snnk_peft.ModelFamily and snnk_peft.register_family, and patch that alone"
+            "snnk_peft.ModelFamily and snnk_peft.register_family, try the description with snnk_peft.check_family, and "
+            "patch that alone"
             if (family := known_family(encoder)) is None
             else f"Its encoder is a {type(encoder).__name__} of the family {family.name!r}; patch that alone: "
             "get_snnk_model(model.get_encoder(), config)"
         )
+        + f". {WITHOUT_FAMILY}"
     )
+
+
+def held_model(model: nn.Module) -> str:
+    """A sentence about the transformers model inside of another module, or nothing."""
+    held = next(((path, each) for path, each in model.named_modules() if isinstance(each, PreTrainedModel)), None)
+    return "" if held is None else f". It holds one, a {type(held[1]).__name__} at {held[0]!r}: give that"
 
 
 def known_family(model: nn.Module) -> ModelFamily | None:

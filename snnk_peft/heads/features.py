@@ -131,10 +131,15 @@ class HeadFeatures:
 
         `pairs` of texts: then also how the two differ after two thirds and all of the layers.
 
+        Raises:
+            ConfigError: `layers` is no integer >= 1.
+
         Example:
             >>> HeadFeatures.across(6).views
             ((2, 'mean'), (4, 'mean'), (6, 'mean'), (6, 'max'))
         """
+        if type(layers) is not int or layers < 1:
+            raise ConfigError(f"layers is {layers!r}; expected an integer >= 1")
         places = sorted({max(1, round(layers * part / 3)) for part in (1, 2, 3)})
         between = [(place, pool) for place in places[-2:] for pool in PAIR_POOLS] if pairs else []
         return cls([*((place, "mean") for place in places), (layers, "max"), *between], feature_map)
@@ -152,7 +157,11 @@ class HeadFeatures:
         return {**asdict(self), "views": [list(view) for view in self.views]}
 
 
-def _map_faults(given: Mapping[str, Any]) -> list[str]:
+def _map_faults(given: object) -> list[str]:
+    if not isinstance(given, Mapping):
+        return [
+            f"feature_map is {repr(given)[:100]}; expected a dict with component, projection and num_features, or None"
+        ]
     try:
         return FeatureMapSpec.from_dict({"dim": 1, **given}).faults("feature_map")
     except ConfigError as error:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
+from snnk_peft.arguments import numbers_faults
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.heads.targets import as_tensor, as_vectors, class_indices, fit_notes, require_finite
@@ -29,6 +30,7 @@ from snnk_peft.solvers.ridge_posterior import RidgePosterior, cross_validated
 # From shrinking all columns to interpolating: hidden states have a few directions that hold nearly all of the variance,
 # so with as many examples as columns the best ridge is far above their mean, which is what a ridge is measured in.
 HEAD_RIDGES = tuple(10 ** (exponent / 2) for exponent in range(6, -17, -1))
+LEAST = 2  # examples
 SHARPEST = 7.0  # log t at most; scores that separate all examples would ask for infinity
 CONSTANT = 1e-10  # a column whose standard deviation is below this share of its mean's size is constant
 
@@ -69,8 +71,7 @@ class FittedHead:
         temperature: t, or None before `temper`.
 
     Raises:
-        ConfigError: no candidates, or some not above 0; a single example.
-        ValueError: no examples.
+        ConfigError: no candidates, or some not above 0; no examples, or a single one.
 
     Warns:
         NumericalWarning: vectors that are all the same, or classes without examples.
@@ -90,9 +91,13 @@ class FittedHead:
 
     def __init__(self, statistics: HeadStatistics, ridges: Sequence[float] = HEAD_RIDGES):
         self.kind, self.count, moments = statistics.kind, statistics.count, statistics.moments
+        faults = numbers_faults("ridges", ridges, above=0)
+        if self.count < LEAST:
+            counted = "1 example was counted" if self.count else "no examples were counted, call add(batches) first"
+            faults.append(f"{counted}; expected two at least, and some dozen of every class")
+        if faults:
+            raise ConfigError(faults)
         gram = moments.normal_equations()[0]
-        if self.count == 1:
-            raise ConfigError("1 example was counted; expected two at least, and some dozen of every class")
         spread = (gram.diagonal() / self.count).clamp_min(0).sqrt()
         told = spread > CONSTANT * moments.feature_mean.abs().clamp_min(1e-300)
         shares = moments.target_mean if self.kind == "classes" else None

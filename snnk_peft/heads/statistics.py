@@ -19,7 +19,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from snnk_peft.arguments import in_words, number_faults, path_of
 from snnk_peft.digests import content_faults, open_tensors, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.heads.targets import as_tensor, as_vectors, class_indices, require_finite
@@ -77,8 +77,12 @@ class HeadStatistics:
         origin: Mapping[str, Any] | None = None,
         remember: bool = False,
     ):
-        if kind not in KINDS:
-            raise ConfigError(f"kind is {kind!r}; expected one of {', '.join(KINDS)}")
+        faults = [] if kind in KINDS else [f"kind is {kind!r}; expected one of {', '.join(KINDS)}"]
+        faults += number_faults("width", width, int, low=1) + number_faults("outputs", outputs, int, low=1)
+        if not isinstance(origin, (Mapping, type(None))):
+            faults.append(f"origin is {in_words(origin)}; expected a dict of plain data, or None")
+        if faults:
+            raise ConfigError(faults)
         if kind == "classes" and outputs < LEAST_CLASSES:
             raise ConfigError(f"outputs is {outputs}; expected {LEAST_CLASSES} classes at least")
         self.kind, self.origin = kind, dict(origin or {})
@@ -195,6 +199,10 @@ class HeadStatistics:
             self.digests = sum(gathered(self.digests), Counter())
 
     def _require_alike(self, other: HeadStatistics) -> None:
+        if not isinstance(other, HeadStatistics):
+            raise ConfigError(
+                f"other is {in_words(other)}; expected HeadStatistics, from a file by HeadStatistics.load"
+            )
         remembered = [each.digests is not None for each in (self, other)]
         faults = [
             f"{what} is {theirs!r} there and {ours!r} here"
@@ -231,9 +239,10 @@ class HeadStatistics:
         """Write one safetensors file with digests; an older one is replaced when the new one is complete.
 
         Raises:
+            ConfigError: no path.
             OSError: it cannot be written; `filename` is this path.
         """
-        target = Path(path)
+        target = path_of("path", path)
         temporary = target.with_name(f".{target.name}.tmp.safetensors")  # a killed process's remains are written over
         header = {HEADER: json.dumps({"kind": self.kind, "origin": self.origin})}
         tensors = self.moments.tensors()
@@ -258,6 +267,7 @@ class HeadStatistics:
         Raises:
             ConfigError: no such file, or damaged.
         """
+        path = path_of("path", path)
         with open_tensors(path) as file:
             refuse(path, "is damaged", content_faults(path, file))
             text = (file.metadata() or {}).get(HEADER)

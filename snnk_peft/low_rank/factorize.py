@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from snnk_peft.arguments import takes_declared
 from snnk_peft.low_rank.problem import LOW_RANK_INITS, InputMoments, check
 from snnk_peft.low_rank.risk import problem_risk, ratio
 
@@ -35,6 +36,7 @@ class Factors:
         return self.U @ self.V.T
 
 
+@takes_declared
 def factorize(
     weight: Tensor,
     rank: int,

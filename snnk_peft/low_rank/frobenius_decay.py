@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from snnk_peft.arguments import in_words
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.functional.precision import full_precision, wide
 
@@ -68,6 +69,10 @@ def frobenius_gradients(U: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor,
         return U @ (V.mT @ V), V @ (U.mT @ U)
 
 
+def _is_pair(given: object) -> bool:
+    return isinstance(given, (list, tuple)) and len(given) == 2 and all(isinstance(x, torch.Tensor) for x in given)
+
+
 class FrobeniusDecay:
     """Decoupled Frobenius decay of the low-rank layers of a model.
 
@@ -100,6 +105,13 @@ class FrobeniusDecay:
         if isinstance(factors, nn.Module):
             found, what = find_factors(factors), type(factors).__name__
         else:
+            factors = list(factors) if isinstance(factors, Iterable) and not isinstance(factors, str) else [factors]
+            wrong = [each for each in factors if not _is_pair(each)]
+            if wrong:
+                raise ConfigError(
+                    f"factors is or holds {in_words(wrong[0])}; expected a model with low-rank layers, or a list of "
+                    "pairs (U, V) of tensors"
+                )
             found = [FactorPair(f"pair {i}", U, V, None) for i, (U, V) in enumerate(factors)]
             what = "the list of factors"
         faults = [
@@ -145,6 +157,11 @@ class FrobeniusDecay:
             NumericalWarning: ηλ‖V‖²₂ or ηλ‖U‖²₂ is above 1 at the largest learning rate known: factors change sign.
         """
         optimizer = _unwrapped(optimizer)
+        if not hasattr(optimizer, "param_groups"):
+            raise ConfigError(
+                f"optimizer is {in_words(optimizer)}; expected a torch optimizer. A Trainer makes its own: give it "
+                "callbacks=[decay.trainer_callback()]"
+            )
         factors = {id(factor): pair.path for pair in self.pairs for factor in (pair.U, pair.V)}
         groups = [group for group in optimizer.param_groups if any(id(p) in factors for p in group["params"])]
         name, faults = type(optimizer).__name__, []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from snnk_peft.arguments import in_words, takes_declared
 from snnk_peft.errors import ConfigError
 from snnk_peft.low_rank.factorize import Factors, factorize
 from snnk_peft.low_rank.problem import InputMoments, check
@@ -20,6 +21,7 @@ from snnk_peft.low_rank.problem import InputMoments, check
 _OPTIONAL = {"init", "activation", "bias", "inputs", "seed"}
 
 
+@takes_declared
 def factorize_many(
     layers: Mapping[str, Mapping[str, Any]], *, processes: int | None = None, progress: bool = False
 ) -> dict[str, Factors]:
@@ -66,8 +68,15 @@ def factorize_many(
 
 
 def _check_all(layers: Mapping[str, Mapping[str, Any]]) -> None:
+    if not isinstance(layers, Mapping):
+        raise ConfigError(
+            f"layers is {in_words(layers)}; expected a dict such as {{'name': {{'weight': W, 'rank': 8}}}}"
+        )
     faults = []
     for name, layer in layers.items():
+        if not isinstance(layer, Mapping):
+            faults.append(f"layer {name!r} is {in_words(layer)}; expected a dict such as {{'weight': W, 'rank': 8}}")
+            continue
         unknown = sorted(set(layer) - _OPTIONAL - {"weight", "rank"})
         missing = sorted({"weight", "rank"} - set(layer))
         if unknown or missing:

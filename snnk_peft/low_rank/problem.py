@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from snnk_peft.arguments import in_words, number_faults
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.functional.nonlinearity import Nonlinearity, nonlinearity
 from snnk_peft.registry import Registry
@@ -31,7 +32,14 @@ class InputMoments(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Tensor) -> InputMoments:
-        """The moments of inputs (n, in), in fp64."""
+        """The moments of inputs (n, in), in fp64.
+
+        Raises:
+            ConfigError: anything else.
+        """
+        if not isinstance(inputs, Tensor) or inputs.ndim != 2 or not len(inputs):
+            given = tuple(inputs.shape) if isinstance(inputs, Tensor) else in_words(inputs)
+            raise ConfigError(f"inputs is {given}; expected a tensor (n, in), one row for each input of the layer")
         inputs = inputs.double()
         mean = inputs.mean(0)
         centred = inputs - mean
@@ -121,7 +129,7 @@ def check(
         NumericalError: a NaN or infinity.
     """
     if not isinstance(weight, Tensor) or weight.ndim != 2 or 0 in weight.shape:
-        given = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        given = tuple(weight.shape) if isinstance(weight, Tensor) else in_words(weight)
         raise ConfigError(f"weight is {given}; expected a matrix (out, in), as nn.Linear stores it")
     out, width = weight.shape
     faults = []
@@ -139,16 +147,19 @@ def check(
         expected |= {"U": (U, (out, rank)), "V": (V, (width, rank)), "new_bias": (new_bias, (out,))}
     if isinstance(inputs, InputMoments):
         expected |= {"inputs.mean": (inputs.mean, (width,)), "inputs.covariance": (inputs.covariance, (width, width))}
+    elif not isinstance(inputs, (Tensor, type(None))):
+        faults.append(f"inputs is {in_words(inputs)}; expected a tensor (n, {width}), InputMoments or None")
     elif inputs is not None and (inputs.ndim != 2 or inputs.shape[1] != width or len(inputs) == 0):
         faults.append(f"inputs is {tuple(inputs.shape)}; expected (n, {width}), one row for each input of the layer")
     if init == "data" and inputs is None:
         faults.append("init 'data' needs inputs, (n, in) or InputMoments; 'function' is the same for x ~ N(0, I)")
+    faults += number_faults("seed", seed, int, low=0)
     faults += [
-        f"{name} is {tuple(given.shape)}; expected {shape}"
+        f"{name} is {tuple(given.shape) if isinstance(given, Tensor) else in_words(given)}; expected {shape}"
         for name, (given, shape) in expected.items()
-        if given is not None and given.shape != shape
+        if given is not None and not (isinstance(given, Tensor) and given.shape == shape)
     ]
-    tensors = {"weight": weight} | {name: given for name, (given, _) in expected.items() if given is not None}
+    tensors = {"weight": weight} | {name: given for name, (given, _) in expected.items() if isinstance(given, Tensor)}
     if isinstance(inputs, Tensor):
         tensors["inputs"] = inputs
     faults += [

@@ -18,10 +18,13 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from snnk_peft.arguments import in_words, path_of
 from snnk_peft.calibrating.batches import Batches, checked_one, model_inputs
 from snnk_peft.calibrating.guards import named_padding, refuse_not_finite, refuse_overflow
 from snnk_peft.config import SNNKConfig, part_name
 from snnk_peft.errors import ConfigError
+from snnk_peft.families import family_of
+from snnk_peft.options import closest
 from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import Places, Template, default_templates, places
 from snnk_peft.planning.choose import Offer, Point, apart, pareto
@@ -100,9 +103,12 @@ def plan(
         >>> patched = get_snnk_model(model, found.config)
     """
     share = _check(budget, of, parts, tokens)
+    if timings is not None:
+        path_of("timings", timings)
     refuse_prepared(model)
     refuse_patched(model)
     refuse_not_finite(model)
+    family_of(model)
     sample = Sample(model, batches, tokens)
     with named_padding(model, sample.padding):
         for number, (_, batch) in enumerate(sample.batches):
@@ -170,26 +176,39 @@ def _planned(
 def _check(budget: object, of: object, parts: object, tokens: object) -> float:
     faults = []
     share = math.nan
-    if isinstance(budget, str) and (times := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[x×]\s*", budget)):
+    if isinstance(budget, str) and (times := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[xX×]\s*", budget)):
         share = 1 / float(times[1]) if float(times[1]) else math.nan
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool):
         share = float(budget)
     if not 0 < share < 1:
         faults.append(
-            f"budget is {budget!r}; expected a factor above 1 such as '2x', or the share of the cost that may remain, "
-            "between 0 and 1, such as 0.5"
+            f"budget is {repr(budget)[:100]}; expected a factor above 1 such as '2x', or the share of the cost that "
+            f"may remain, between 0 and 1, such as 0.5{_meant(budget)}"
         )
     if of not in OF:
-        faults.append(f"of is {of!r}; expected one of {', '.join(OF)}")
+        close = closest(of, OF) if isinstance(of, str) else None
+        faults.append(
+            f"of is {of!r}; expected one of {', '.join(OF)}" + (f". Did you mean {close!r}?" if close else "")
+        )
     if parts is not None and not (
         isinstance(parts, Sequence) and parts and all(isinstance(part, Part) for part in parts)
     ):
-        faults.append(f"parts is {parts!r}; expected a list of parts such as FFNPart(num_features=64), or None")
+        shown = f"[{', '.join(map(in_words, parts))}]" if isinstance(parts, (list, tuple)) else in_words(parts)
+        faults.append(f"parts is {shown}; expected a list of parts such as [FFNPart(num_features=64)], or None")
     if type(tokens) is not int or tokens < 1:
         faults.append(f"tokens is {tokens!r}; expected an integer >= 1")
     if faults:
         raise ConfigError(faults)
     return share
+
+
+def _meant(budget: object) -> str:
+    """A question about a number above 1, or nothing."""
+    try:
+        factor = float(budget)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return ""
+    return f". Did you mean '{factor:g}x'?" if 1 < factor < math.inf else ""
 
 
 def _length(inputs: Mapping[str, Any]) -> int:

@@ -7,9 +7,9 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+from snnk_peft.arguments import folder_of
 from snnk_peft.config import SNNKConfig, part_name
 from snnk_peft.digests import DIGESTS, entry_faults, notes, refuse
 from snnk_peft.errors import ConfigError
@@ -90,10 +90,10 @@ class Plan:
             picture: False leaves plan.png out, and needs no matplotlib.
 
         Raises:
-            ConfigError: matplotlib is not installed; nothing is written.
+            ConfigError: no path of a folder; matplotlib is not installed; nothing is written.
         """
+        target = folder_of("folder", folder)
         drawn = self._draw() if picture else None
-        target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         with whole_file(target / FILE) as temporary:
             temporary.write_text(json.dumps(self.to_dict(), indent=2), encoding="utf-8")
@@ -109,7 +109,7 @@ class Plan:
         Raises:
             ConfigError: no plan.json there, or one that does not hold a plan.
         """
-        file = Path(folder) / FILE
+        file = folder_of("folder", folder) / FILE
         try:
             entries = read_json(file)
             if DIGESTS not in entries:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import peft
 from torch import nn
 
-from snnk_peft.config import SNNKConfig
+from snnk_peft.arguments import in_words, takes_declared
+from snnk_peft.config import SNNKConfig, config_with
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.parts import Part
 from snnk_peft.tuner.given_model import as_usual, is_compiled, plain_model, refuse_patched, refuse_prepared
 
 
+@takes_declared
 def get_snnk_model(
     model: nn.Module, config: SNNKConfig, adapter_name: str = "default", revision: str | None = None
 ) -> peft.PeftModel:
@@ -43,14 +47,20 @@ def get_snnk_model(
         >>> model.print_trainable_parameters()
         trainable params: 1,090 || all params: 1,012,516 || trainable%: 0.1077
     """
-    if not isinstance(config, SNNKConfig):
-        raise ConfigError(f"config is a {type(config).__name__}; expected SNNKConfig")
+    faults = [] if isinstance(config, SNNKConfig) else [f"config is {in_words(config)}; expected {_instead_of(config)}"]
+    faults += [
+        f"{name} is {in_words(value)}; expected a text"
+        for name, value in (("adapter_name", adapter_name), ("revision", revision))
+        if not isinstance(value, str) and (name, value) != ("revision", None)
+    ]
+    if faults:
+        raise ConfigError(faults)
     if is_compiled(model):
         warnings.warn(
             "the model is compiled (torch.compile): the layers go into the plain model inside, and what is returned is "
             "not compiled. Calibrate and train it, and compile last",
             UserWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
         model = plain_model(model)
     refuse_prepared(model)
@@ -61,6 +71,11 @@ def get_snnk_model(
             "there is: PeftModel.from_pretrained(base, folder, is_trainable=True)"
         )
     refuse_patched(model)
+    if config.target_modules is not None and config.made_for is None:
+        raise ConfigError(
+            f"target_modules is {list(config.target_modules)}; expected None, because parts choose their modules: "
+            'AdapterPart by placement= ("query_value" beside these two), LowRankPart by targets=, most by layers='
+        )
     # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)
@@ -71,3 +86,12 @@ def get_snnk_model(
         # PEFT 0.21 asks the model by a name that transformers 5.23 deprecates: nothing that our users could change.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return peft.get_peft_model(model, fresh, adapter_name=adapter_name)
+
+
+def _instead_of(given: Any) -> str:
+    """How to come to a config from what was given in its place."""
+    if isinstance(getattr(given, "config", None), SNNKConfig):
+        return "SNNKConfig, such as its .config"
+    if isinstance(given, Part):
+        return f"SNNKConfig, such as {config_with(type(given))}"
+    return "SNNKConfig"

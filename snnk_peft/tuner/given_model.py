@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -16,10 +17,14 @@ import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers import PreTrainedModel
 
+from snnk_peft.arguments import in_words, refuse_arguments
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.families.base import held_model
+from snnk_peft.tuner.slot_layer import SlotLayer, root_of
 
+COPIES = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -28,10 +33,12 @@ def takes_model(function: Function) -> Function:
 
     Raises:
         ConfigError, UnsupportedError: of the function, for what is no model, or only holds one.
+        UnknownOptionError: arguments that the function does not take.
     """
 
     @functools.wraps(function)
     def enter(*args: Any, **kwargs: Any) -> Any:
+        refuse_arguments(function, args, kwargs)
         if args:
             args = (plain_model(args[0]), *args[1:])
         elif "model" in kwargs:
@@ -50,6 +57,7 @@ def outside_inference_mode(method: Function) -> Function:
 
     @functools.wraps(method)
     def enter(*args: Any, **kwargs: Any) -> Any:
+        refuse_arguments(method, args, kwargs)
         with as_usual(None):
             return method(*args, **kwargs)
 
@@ -69,6 +77,11 @@ def plain_model(model: Any) -> nn.Module:
         UnsupportedError: something that holds a model.
     """
     refuse_holders(model)
+    if isinstance(model, COPIES):
+        raise UnsupportedError(
+            f"the model is wrapped in {type(model).__name__}; expected the bare one, model.module, which the wrapper "
+            "uses as well"
+        )
     return model._orig_mod if is_compiled(model) else model
 
 
@@ -76,16 +89,64 @@ def refuse_holders(model: Any) -> None:
     """Raise ConfigError or UnsupportedError for what is no module, and for a SentenceTransformer, naming its model."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
-        inside = f", such as its .model (a {type(model.model).__name__})" if hasattr(model, "model") else ""
-        raise ConfigError(
-            f"model is {f'the text {model!r}' if isinstance(model, str) else f'a {name}'}; expected a transformers "
-            f"model, from AutoModel….from_pretrained(name) for example{inside}"
-        )
+        raise ConfigError(f"model is {in_words(model)}; expected a transformers model{_instead_of(model)}")
     if any(base.__module__.partition(".")[0] == "sentence_transformers" for base in type(model).__mro__):
         raise UnsupportedError(
             f"{name} is a pipeline of modules around a transformers model; expected that model. Take it out, give it "
             "here, and put what comes of it back: st[0].auto_model = bundle(get_snnk_model(st[0].auto_model, config))"
         )
+
+
+def _instead_of(given: Any) -> str:
+    """How to come to a model from what was given in its place."""
+    if isinstance(getattr(given, "model", None), nn.Module):
+        return f", such as its .model ({in_words(given.model)})"
+    if isinstance(given, (str, os.PathLike)):
+        return f", such as AutoModelForSequenceClassification.from_pretrained({os.fspath(given)!r})"
+    if isinstance(given, type) and hasattr(given, "from_pretrained"):
+        return f", such as {given.__name__}.from_pretrained(name)"
+    return ", from AutoModelForSequenceClassification.from_pretrained(name) for example; it is the first argument"
+
+
+def of_transformers(model: nn.Module, consequence: str) -> PreTrainedModel:
+    """The model, if it is one of transformers.
+
+    Raises:
+        UnsupportedError: it is not; with the consequence, and the path of one that it holds.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedError(
+            f"{type(model).__name__} is not a transformers PreTrainedModel; {consequence}{held_model(model)}"
+        )
+    return model
+
+
+def no_adapter(model: nn.Module) -> str | None:
+    """Why there is no active SNNK adapter in a model, and what to do, or None if there is one."""
+    name = type(root_of(model)).__name__
+    layers = [module for module in model.modules() if isinstance(module, SlotLayer)]
+    if layers:
+        active = any(layer.active_slots() for layer in layers)
+        return None if active else "its adapter is not active. Call set_adapter(name), and leave disable_adapter()"
+    if is_bundle(root_of(model)):
+        return f"{name} is a bundle, whose parts are folded. Give the patched model that it was made from"
+    if foreign_layers(model):
+        return (
+            f"{name} holds layers of another PEFT method and no SNNK part. Merge them (merge_and_unload), and call "
+            "get_snnk_model(model, config)"
+        )
+    return f"{name} is not patched. Call get_snnk_model(model, config) first, and give what it returns"
+
+
+def is_bundle(model: nn.Module) -> bool:
+    """Return True for a model from `bundle`, or loaded from its folder."""
+    return getattr(getattr(model, "config", None), "snnk_plan", None) is not None
+
+
+def foreign_layers(model: nn.Module) -> list[tuple[str, BaseTunerLayer]]:
+    """The layers of other PEFT methods, with their paths."""
+    tuned = [(name, each) for name, each in model.named_modules() if isinstance(each, BaseTunerLayer)]
+    return [(name, each) for name, each in tuned if not isinstance(each, SlotLayer)]
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:
@@ -122,7 +183,7 @@ def as_usual(model: Any) -> contextlib.ExitStack:
 
 def refuse_prepared(model: nn.Module) -> None:
     """UnsupportedError for a model that is not a plain one: wrapped by PEFT or in copies, a bundle, or quantized."""
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+    if isinstance(model, COPIES):
         raise UnsupportedError(
             f"the model is wrapped in {type(model).__name__}; patch the bare model first, "
             "get_snnk_model(model.module, config), and wrap the result"
@@ -141,18 +202,13 @@ def refuse_prepared(model: nn.Module) -> None:
             "second SNNK adapter beside the first, call model.add_adapter(name, config); to put SNNK on top of LoRA, "
             "merge it first (model.merge_and_unload()); to start again, take the plain model back (model.unload())"
         )
-    foreign = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, BaseTunerLayer) and not isinstance(module, SlotLayer)
-    ]
-    if foreign:
+    if foreign := foreign_layers(model):
         raise UnsupportedError(
             f"{type(model).__name__} holds layers of another PEFT method ({type(foreign[0][1]).__name__} at "
             f"{foreign[0][0]!r}, {len(foreign)} in all); expected a plain transformers model. Merge them first "
             "(merge_and_unload of the PeftModel), or take the plain model back (unload)"
         )
-    if getattr(getattr(model, "config", None), "snnk_plan", None) is not None:
+    if is_bundle(model):
         raise UnsupportedError(
             f"{type(model).__name__} is a bundle; expected a plain transformers model. What was folded has no slots "
             "any more: put the new parts on the original model, beside the first ones, and bundle that. (LoRA and "

@@ -226,7 +226,7 @@ def test_accepts_a_function_and_vision_models():
         ({"batches": iter([])}, "read only once"),
         ({"batches": batches(count=1)}, "at least one to fit"),
         ({"landmarks": "gready"}, "expected one of greedy, importance"),
-        ({"held_out": 1.5}, "between 0 and 1"),
+        ({"held_out": 1.5}, "held_out is 1.5; expected a number > 0 and < 1"),
     ],
 )
 def test_bad_arguments(change, message):

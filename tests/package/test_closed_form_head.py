@@ -219,7 +219,7 @@ def test_refusals() -> None:
     head = ClosedFormHead(model)
     with pytest.raises(ConfigError, match="nothing was fitted"):
         head.bundle()
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ConfigError, match=r"no examples were counted, call add\(batches\) first"):
         head.fit()
     with pytest.raises(UnsupportedError, match="PreTrainedModel"):
         ClosedFormHead(torch.nn.Linear(3, 3))

@@ -133,7 +133,7 @@ def test_bad_adapters(part, message):
     ("arguments", "message"),
     [
         ({}, "no part given; set at least one of adapter, pooler, ffn"),
-        ({"adapter": 16}, "adapter is a int; expected AdapterPart, a dict of its fields or None"),
+        ({"adapter": 16}, r"adapter is an int; expected AdapterPart\(...\), a dict of its fields or None"),
         ({"adapter": FFNPart()}, "adapter is a FFNPart; expected AdapterPart"),
         ({"adapter": {"num_feature": 8}}, "adapter.unknown field 'num_feature'; did you mean 'num_features'?"),
         ({"adapter": {"num_features": 0}}, "adapter.num_features is 0"),

@@ -118,7 +118,7 @@ def test_faults() -> None:
         head.probabilities(vectors)
     with pytest.raises(ConfigError, match="no examples were given"):
         head.temper([])
-    with pytest.raises(ValueError, match="no tokens"):
+    with pytest.raises(ConfigError, match="no examples were counted"):
         FittedHead(HeadStatistics(3, 2, "classes"))
 
 

@@ -143,7 +143,7 @@ REFUSED = {
     "tuples": (lambda: DataLoader(TensorDataset(tensors()[0]["input_ids"]), 4), r"batch 0 is a list of 1 Tensors"),
     "texts": (lambda: ["good film", "bad film"], r"batch 0 is the text 'good film' .*tokenized"),
     "a text": (lambda: "good film", r"batches is the text 'good film'; expected a list"),
-    "nothing": (lambda: None, r"batches is a NoneType; expected a list"),
+    "nothing": (lambda: None, r"batches is None; expected a list"),
     "a batch": (lambda: tensors()[0], r"batches is a dict \(input_ids, .*Give a batch alone as \[batch\]"),
     "splits": (lambda: datasets.DatasetDict(train=rows_of(tensors())), r"DatasetDict \(train\).*one of its splits"),
     "spent": (lambda: SPENT, r"can be read only once|gives nothing: it was read before"),

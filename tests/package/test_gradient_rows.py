@@ -415,7 +415,7 @@ def test_held_out_is_a_fraction(held_out: float) -> None:
 
 @pytest.mark.parametrize("ridges", [(), (0.1, 0.0)])
 def test_ridges_are_positive(ridges: tuple[float, ...]) -> None:
-    with pytest.raises(ConfigError, match="expected numbers above 0, at least one"):
+    with pytest.raises(ConfigError, match="expected a list of finite numbers > 0"):
         calibrate_adapters(patched(), batches(), ridges=ridges, progress=False)
 
 

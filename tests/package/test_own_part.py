@@ -135,7 +135,7 @@ def test_faults_of_all_parts_at_once():
     assert len(found) == 5
     for start in ("ffn.init is 'x'; expected 'nystrom', ", "parts[0].rank is 0; expected an integer >= 1",
                   "parts[1].part: unknown part 'two_liners'; did you mean 'two_linears'", "parts[2].unknown field 'x'",
-                  "parts[3] is a int; expected one of"):  # fmt: skip
+                  "parts[3] is an int; expected one of"):  # fmt: skip
         assert any(fault.startswith(start) for fault in found), (start, found)
 
 
