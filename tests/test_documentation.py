@@ -205,17 +205,6 @@ def test_readme_links_lead_to_files(root):
     assert [link for link in links if "://" not in link and not (root / link.partition("#")[0]).exists()] == []
 
 
-def test_pypi_shows_no_picture_and_no_link_that_it_does_not_have(root):
-    core = pytest.importorskip("hatchling.metadata.core")
-    manager = pytest.importorskip("hatchling.plugin.manager").PluginManager()
-    shown, text = core.ProjectMetadata(str(root), manager).core.readme, (root / "README.md").read_text()
-    assert "](" in text
-    assert "](" not in shown.replace("](http", "")
-    assert "picture" not in shown
-    assert FENCE.findall(shown) == FENCE.findall(text)
-    assert "ERRATA.md" in shown
-
-
 def test_readme_names_what_there_is(root):
     """Names of the package in running text, and the variables that it reads."""
     text = FENCE.sub("", (root / "README.md").read_text())
