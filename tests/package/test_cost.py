@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import shlex
 import time
 import weakref
@@ -39,7 +40,6 @@ from snnk_peft.cost.meter import held, measure_inference, measure_training
 from snnk_peft.errors import UnsupportedError
 from tests.every_part import PARTS
 from tests.fresh_process import run_python, start_python
-from tests.test_documentation import blocks
 from tests.tiny_families import CONFIGS, build, main_head
 from tests.tiny_models import TEXT, tiny
 
@@ -495,11 +495,12 @@ def test_a_part_that_reads_numbers_is_told():
         PARTS_REGISTRY._members.pop("reads_numbers")
 
 
-def test_readme_command_prints_what_the_readme_shows(root, tmp_path):
-    shown = next(block for block in blocks(root, "console") if "snnk cost" in block)
+def test_the_command_prints_what_its_page_shows(root, tmp_path):
+    page = (root / "docs/guides/cost.md").read_text(encoding="utf-8")
+    settings, shown = re.search(r"```yaml\n(.*?)```\n\n```console\n(.*?)```", page, re.DOTALL).groups()
     command, expected = shown.split("\n", 1)
     BertConfig(**LARGE, architectures=["BertForMaskedLM"]).save_pretrained(tmp_path / "bert-large-uncased")
-    (tmp_path / "snnk.yaml").write_text(next(block for block in blocks(root, "yaml") if "adapter:" in block))
+    (tmp_path / "snnk.yaml").write_text(settings)
     done = run_python(["-m", "snnk_cli", *shlex.split(command.removeprefix("$ snnk "))], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.split() == expected.split(), done.stdout
