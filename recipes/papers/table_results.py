@@ -28,9 +28,9 @@ BEGIN, END = "<!-- results: begin (python recipes/papers/table_results.py --writ
 PICTURE = "recipes/benchmarks/results/accuracy_over_speed.png"
 # What is drawn: methods of `convert_models.py peers`, files of `export_latency.py`. Name, colour, marker.
 METHODS = {
-    "plan": ("plan", "tab:blue", "o"),
-    "ours": ("FFN features", "tab:green", "o"),
-    "narrow": ("narrow FFN", "tab:cyan", "o"),
+    "plan": ("ours: plan", "tab:blue", "o"),
+    "ours": ("ours: FFN features", "tab:green", "o"),
+    "narrow": ("ours: narrow FFN", "tab:cyan", "o"),
     "fisher": ("Fisher pruning", "tab:red", "s"),
     "svd": ("activation-aware SVD", "tab:orange", "^"),
     "modegpt": ("MoDeGPT", "tab:brown", "v"),
@@ -38,7 +38,7 @@ METHODS = {
 }
 FILES = {
     "original, ONNX, int8": ("original in int8", "black", "*"),
-    "bundle, ONNX, int8": ("FFN features, then int8", "tab:green", "*"),
+    "bundle, ONNX, int8": ("ours: FFN features, int8", "tab:green", "*"),
 }
 Points = list[tuple[float, float]]
 
