@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import doctest
 import importlib
 import importlib.util
@@ -25,6 +26,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    PreTrainedModel,
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessorPil,
@@ -32,7 +34,10 @@ from transformers import (
 
 import snnk_peft
 from snnk_cli.app import app
+from snnk_peft import PARTS, Part
+from snnk_peft.errors import ConfigError, UnsupportedError
 from tests.fresh_process import run_python
+from tests.tiny_families import build, main_head
 
 # Triton need not be installed.
 HIDDEN = None if importlib.util.find_spec("triton") else "device_kernels.triton_"
@@ -42,6 +47,9 @@ MODULES = sorted(
     for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     if HIDDEN is None or HIDDEN not in module.name
 )
+# What `check_family` tries, one part of each kind; of adapters the place that all families have.
+KINDS = ("adapter", "attention", "ffn", "narrow_ffn", "narrow_heads", "pooler")
+PROBED = {type(part).__name__: part for part in (next(iter(PARTS[kind].probes().values())) for kind in KINDS)}
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -220,11 +228,41 @@ def test_readme_names_what_there_is(root):
     assert [name for name in set(re.findall(r"`(SNNK_\w+)=", text)) if name not in sources] == []
 
 
-def test_readme_names_every_family(root):
-    table = (root / "README.md").read_text().split("## Families and parts")[1].split("\n## ")[0]
-    named = re.sub("[^a-z0-9|]", "", table.lower())
-    families = {re.split("_with|_text|_vision|-vision", name)[0] for name in snnk_peft.FAMILIES}
-    assert [name for name in sorted(families) if re.sub("[^a-z0-9]", "", name) not in named] == []
+def told_of_families(root: Path) -> list[tuple[list[str], set[str]]]:
+    """Rows of the README's table: words of the families, without hyphens, and the names of the parts that they take."""
+    table = (root / "README.md").read_text().split("## Families and parts")[1].split("\n\n")[1]
+    found = []
+    for line in table.splitlines()[2:]:
+        families, told = line.strip("| ").split(" | ")
+        words = re.findall(r"\w+", families.lower().replace("-", "").replace(" 2", "2"))
+        named = set(re.findall(r"`(\w+Part)`", told))
+        rest = set(PROBED) - named
+        found.append(
+            (words, set(PROBED) if told.startswith("every") else rest if told.startswith("all but") else named)
+        )
+    return found
+
+
+def takes(model: PreTrainedModel, part: Part) -> bool:
+    """Whether a model is patched with a part."""
+    try:
+        snnk_peft.get_snnk_model(model, snnk_peft.SNNKConfig(parts=[part]))
+    except (ConfigError, UnsupportedError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("family", sorted(snnk_peft.FAMILIES))
+def test_readme_says_what_a_family_takes(root, family):
+    short = re.sub("[-_]", "", re.split("_with|_text|[-_]vision", family)[0])
+    encoder = family.endswith(("_text_model", "_vision_model")) or family == "whisper"
+    rows = [taken for words, taken in told_of_families(root) if short in words and ("encoders" in words) == encoder]
+    assert len(rows) == 1
+    changes = {"use_relative_position_bias": False} if family == "beit" else {}
+    found = {
+        name for name, part in PROBED.items() if takes(build(family, main_head(family), **changes), copy.deepcopy(part))
+    }
+    assert found == rows[0]
 
 
 def test_changelog_has_at_most_60_lines_a_version(root):
