@@ -17,8 +17,17 @@ if TYPE_CHECKING:
 
 TABLES = {**reference_tables.TABLES, **result_tables.TABLES}
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
-FORMULA = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
-CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+FORMULA = re.compile(r"^\$\$(.+?)\$\$", re.DOTALL)
+# Code and formulas; indented lines are code, too, of docstrings.
+APART = re.compile(r"(^```.*?^```|^ {4}[^\n]*|`[^`\n]+`|\$\$.+?\$\$)", re.DOTALL | re.MULTILINE)
+LETTER = "[A-Za-z\u0391-\u03a9\u03b1-\u03c9‖]"
+SCRIPTS = (
+    (
+        re.compile(rf"_\{{([^{{}}]+)\}}|(?<=(?<![A-Za-z_]){LETTER})_([A-Za-z0-9]{{1,3}})(?![a-z0-9_])"),
+        r"<sub>\1\2</sub>",
+    ),
+    (re.compile(r"\^\{([^{}]+)\}|\^\(([^()]+)\)|\^(-?\d+(?:\.\d+)?|-?[\w½])(?![\w^])"), r"<sup>\1\2\3</sup>"),
+)
 
 
 def pages() -> dict[str, str]:
@@ -38,10 +47,18 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the tables in, and $$...$$ outside code as MathML, which browsers render without a script."""
-    pieces = CODE.split(TABLE.sub(lambda found: TABLES[found[1]](), markdown))
-    pieces[::2] = [FORMULA.sub(lambda found: as_mathml(found[1]), piece) for piece in pieces[::2]]
+    """Put the tables in; $$...$$ becomes MathML, which browsers render without a script, and x_i^{2} in a line HTML."""
+    pieces = APART.split(TABLE.sub(lambda found: TABLES[found[1]](), markdown))
+    pieces[::2] = [with_scripts(piece) for piece in pieces[::2]]
+    pieces[1::2] = [FORMULA.sub(lambda found: as_mathml(found[1]), piece) for piece in pieces[1::2]]
     return "".join(pieces)
+
+
+def with_scripts(text: str) -> str:
+    """x_i, e^{x·y}, e^(x·y) and m^-½ with subscripts and superscripts."""
+    for pattern, form in SCRIPTS:
+        text = pattern.sub(form, text)
+    return text
 
 
 def as_mathml(formula: str) -> str:

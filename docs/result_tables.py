@@ -14,9 +14,12 @@ STUDIES = sorted(page.parent.name for page in CARDS.glob("*/README.md"))
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
 
+CLAIM = ("where", "claim", "the paper", "here", "scale", "verdict", "details, command")
+
 Row = Mapping[str, Any]
 Column = tuple[str, str, Callable[[Any], str]]  # title, key in the rows, how its values are written
 METHODS = {
+    "teacher": "original",
     "rows": "learned rows beside queries and values, and norms",
     "upper": "the same in all layers but the first",
     "parallel": "learned rows beside the FFN",
@@ -31,7 +34,7 @@ METHODS = {
 
 def study_pages() -> dict[str, str]:
     """The pages of model_cards/: path below docs/ -> Markdown."""
-    return {"results/claims.md": card(CARDS / "README.md")} | {
+    return {"results/claims.md": as_list(card(CARDS / "README.md"))} | {
         f"results/{name}.md": card(CARDS / name / "README.md") for name in STUDIES
     }
 
@@ -51,6 +54,20 @@ def card(page: Path) -> str:
 
     text = PICTURE.sub(rf"![\1]({page.parent.name}/\2)", page.read_text(encoding="utf-8"))
     return LINK.sub(linked, text)
+
+
+def as_list(page: str) -> str:
+    """The claims, whose tables have seven columns of text, as a list that a phone can show."""
+    found = []
+    for line in page.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if not line.startswith("| ") or len(cells) != len(CLAIM):
+            found.append(line)
+        elif cells[0] not in (CLAIM[0], "---"):
+            where, claim, theirs, ours, scale, verdict, details = cells
+            found += ["", f"**{where}.** {claim}", "", f"- verdict: {verdict}", f"- the paper: {theirs}"]
+            found += [f"- here: {ours}", f"- scale: {scale}", f"- details, command: {details}"]
+    return "\n".join(found) + "\n"
 
 
 def pictures() -> dict[str, Path]:
@@ -82,8 +99,13 @@ def times(value: float) -> str:
     return f"{value:.2f} ×"
 
 
-NAME: Column = ("model", "model", lambda name: {"teacher": "original"}.get(name, name))
-METHOD: Column = ("method", "method", lambda name: METHODS.get(name, name))
+def in_words(name: str) -> str:
+    """A model or method as readers know it."""
+    return METHODS.get(name, name)
+
+
+NAME: Column = ("model", "model", in_words)
+METHOD: Column = ("method", "method", in_words)
 SPEED: Column = ("speed", "speed-up", times)
 SECONDS: Column = ("conversion, s", "conversion seconds", fixed(0))
 TRAINED: Column = ("trained", "trainable parameters", fixed(0))
