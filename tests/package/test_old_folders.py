@@ -6,9 +6,11 @@ wrote the folder and what to do.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 import snnk_peft
+from snnk_peft import ClosedFormHead, HeadFeatures, HeadStatistics, Plan, get_snnk_model
 from tests.fresh_process import run_python
 from tests.tiny_models import same
 
@@ -42,7 +45,27 @@ def test_this_version_has_a_folder():
     assert name in {folder.name for folder in RELEASES}, "run `python -m tests.fixtures.make`, commit what it writes"
 
 
-@pytest.mark.parametrize("name", ["seeds", "attention"])
+def having(pattern: str) -> list[Any]:
+    """The releases that have something of this name."""
+    return [pytest.param(release, id=release.name) for release in RELEASES if list(release.glob(pattern))]
+
+
+def folders(kind: str) -> list[Any]:
+    """(release, name) of every folder kind_name."""
+    found = [(release, folder) for release in RELEASES for folder in sorted(release.glob(f"{kind}_*"))]
+    return [
+        pytest.param(release, folder.name.removeprefix(f"{kind}_"), id=f"{release.name}-{folder.name}")
+        for release, folder in found
+    ]
+
+
+def test_the_newest_folder_has_everything():
+    newest = {each.name for each in RELEASES[-1].iterdir()}
+    assert newest >= {f"{kind}_{name}" for kind in ("adapter", "bundle") for name in ("seeds", "attention", "parts")}
+    assert newest >= {"bundle_head", "head.safetensors", "plan", "run"}
+
+
+@pytest.mark.parametrize(("release", "name"), folders("adapter"))
 @torch.no_grad()
 def test_adapter(release, name):
     inputs, expected = known(release)
@@ -51,6 +74,32 @@ def test_adapter(release, name):
     assert (before - expected[f"{name}.logits"]).abs().max() > 0.01
     model = PeftModel.from_pretrained(base, release / f"adapter_{name}").eval()
     assert same(model(**inputs).logits, expected[f"{name}.logits"])
+
+
+@pytest.mark.parametrize("release", having("plan"))
+def test_plan(release):
+    found = Plan.load(release / "plan")
+    written = json.loads((release / "plan/plan.json").read_text())
+    assert {key: written[key] for key in found.to_dict()} == json.loads(json.dumps(found.to_dict()))
+    base = AutoModelForSequenceClassification.from_pretrained(release / "base")
+    assert get_snnk_model(base, found.config).peft_config["default"].target_modules
+
+
+@pytest.mark.parametrize("release", having("head.safetensors"))
+@torch.no_grad()
+def test_statistics_of_a_head(release):
+    inputs, expected = known(release)
+    statistics = HeadStatistics.load(release / "head.safetensors")
+    views = [tuple(view) for view in statistics.origin["features"]["views"]]
+    base = AutoModelForSequenceClassification.from_pretrained(release / "base")
+    head = ClosedFormHead(base, HeadFeatures(views), names=statistics.names)
+    head.merge(statistics)
+    fitted = head.fit()
+    scores = fitted.scores(head.vectors(inputs))
+    logits = expected["head.logits"].double()
+    # They are the scores times the temperature, but for what is the same for all classes.
+    differences = (scores[:, 1] - scores[:, 0], logits[:, 1] - logits[:, 0])
+    torch.testing.assert_close(*(each / each.norm() for each in differences), rtol=1e-4, atol=1e-5)
 
 
 BUNDLE = """
@@ -67,20 +116,18 @@ print(type(model).__module__)
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "start", "module"),
-    [
-        ("seeds", "import snnk_peft; OPTIONS = {}", "snnk_peft.bundling.classes"),
-        ("attention", "import snnk_peft; OPTIONS = {}", "snnk_peft.bundling.classes"),
-        (
-            "seeds",
-            "import sys; sys.modules['snnk_peft'] = None; OPTIONS = {'trust_remote_code': True}",
-            "transformers_modules.",
-        ),
-    ],
-    ids=["package", "package-attention", "code-file"],
-)
-def test_bundle(release, name, start, module):
+@pytest.mark.parametrize(("release", "name"), folders("bundle"))
+def test_bundle(release, name):
+    run_bundle(release, name, "import snnk_peft; OPTIONS = {}", "snnk_peft.bundling.classes")
+
+
+@pytest.mark.parametrize("release", having("bundle_seeds/*.py"))
+def test_bundle_without_this_package(release):
+    start = "import sys; sys.modules['snnk_peft'] = None; OPTIONS = {'trust_remote_code': True}"
+    run_bundle(release, "seeds", start, "transformers_modules.")
+
+
+def run_bundle(release: Path, name: str, start: str, module: str) -> None:
     arguments = [str(release / f"bundle_{name}"), str(release / "expected.safetensors"), f"{name}.logits"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = run_python(["-c", start + BUNDLE, *arguments], env=env)
