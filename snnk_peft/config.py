@@ -23,6 +23,7 @@ from snnk_peft.options import MOST_SEED
 from snnk_peft.parts import PARTS, Part
 from snnk_peft.registry import NamedOptions, did_you_mean
 from snnk_peft.stamps import stamp_entries, stamp_tensors
+from snnk_peft.version import __version__
 
 if TYPE_CHECKING:
     from snnk_peft.parts.adapter import AdapterPart
@@ -127,6 +128,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
                 f"given by name, {instead}, and a dict of options as SNNKConfig(**options)"
             )
         super().__post_init__()
+        of_a_file = self.snnk_digests is not None
         changed = self._take_digests()
         self.peft_type = SNNKType.SNNK
         faults: list[str] = []
@@ -140,6 +142,11 @@ class SNNKConfig(NamedOptions, PeftConfig):
             faults += [fault for _, wrong in read for fault in wrong]
         else:
             faults.append(f"parts is {in_words(self.parts)}; expected a list of parts, [FFNPart(...)] for example")
+        if faults and of_a_file and not changed:
+            faults.append(
+                f"adapter_config.json is as it was written, but not by snnk_peft {__version__} or an older one; update "
+                "the package, or import the file of the part first"
+            )
         for name, part in self.named_parts().items() if isinstance(self.parts, list) else ():
             if not isinstance(part, Part):
                 continue  # told already

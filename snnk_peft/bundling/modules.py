@@ -134,7 +134,7 @@ def build_module(spec: Spec, present: nn.Module) -> nn.Module:
         ConfigError: everything that is wrong with the spec.
     """
     if faults := spec_faults("the spec", spec):
-        raise ConfigError([f"{fault}. config.json was changed" for fault in faults])
+        raise ConfigError([f"{fault}. config.json was changed, or a newer snnk_peft wrote it" for fault in faults])
     return BUILDERS[spec["kind"]](spec, present)
 
 
@@ -145,7 +145,7 @@ def install_plan(model: nn.Module, plan: Mapping[str, Spec]) -> None:
         ConfigError: everything that is wrong with the plan, or every path that the model lacks.
     """
     if faults := plan_faults(plan):
-        raise ConfigError([f"{fault}. config.json was changed" for fault in faults])
+        raise ConfigError([f"{fault}. config.json was changed, or a newer snnk_peft wrote it" for fault in faults])
     absent = []
     for path, spec in plan.items():
         parent, _, leaf = path.rpartition(".")

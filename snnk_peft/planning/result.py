@@ -133,7 +133,7 @@ class Plan:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{str(file)!r} cannot be read as a plan ({type(error).__name__}: {error}); expected a folder that "
-                "Plan.save wrote. Make the plan again"
+                "Plan.save wrote. Make the plan again, or update the package if a newer snnk_peft wrote it"
             ) from error
 
     def _draw(self) -> Any:

@@ -20,6 +20,11 @@ from transformers import AutoModelForSequenceClassification
 
 import snnk_peft
 from snnk_peft import ClosedFormHead, HeadFeatures, HeadStatistics, Plan, get_snnk_model
+from snnk_peft.bundling.classes import FREE_ENTRIES
+from snnk_peft.config import FREE
+from snnk_peft.digests import DIGESTS
+from snnk_peft.errors import ConfigError
+from snnk_peft.stamps import stamp_entries
 from tests.fresh_process import run_python
 from tests.tiny_models import same
 
@@ -74,6 +79,40 @@ def test_adapter(release, name):
     assert (before - expected[f"{name}.logits"]).abs().max() > 0.01
     model = PeftModel.from_pretrained(base, release / f"adapter_{name}").eval()
     assert same(model(**inputs).logits, expected[f"{name}.logits"])
+
+
+FUTURE = {
+    "adapter_parts": ("adapter_config.json", lambda entries: entries["parts"].append({"part": "of_tomorrow"})),
+    "adapter_seeds": ("adapter_config.json", lambda entries: entries["ffn"].update(of_tomorrow=1)),
+    "bundle_parts": ("config.json", lambda entries: first(entries["snnk_plan"]["modules"]).update(kind="of_tomorrow")),
+    "bundle_seeds": ("config.json", lambda entries: first(entries["snnk_plan"]["modules"]).update(of_tomorrow=1)),
+    "plan": ("plan.json", lambda entries: entries["candidates"][0].update(of_tomorrow=1)),
+}
+
+
+def first(entries: dict[str, Any]) -> Any:
+    return next(iter(entries.values()))
+
+
+@pytest.mark.parametrize("name", FUTURE)
+def test_what_a_later_release_wrote_is_refused(name, tmp_path):
+    """With what it is that is not known here, and that the package is older."""
+    file, change = FUTURE[name]
+    folder = shutil.copytree(RELEASES[-1] / name, tmp_path / "folder")
+    entries = json.loads((folder / file).read_text())
+    change(entries)
+    (folder / file).write_text(json.dumps(entries))
+    kept = {key: value for key, value in entries[DIGESTS].items() if key.endswith(".safetensors")}
+    stamp_entries(folder / file, FREE_ENTRIES if name.startswith("bundle") else FREE, kept)
+    load = {
+        "adapter": lambda: PeftModel.from_pretrained(
+            AutoModelForSequenceClassification.from_pretrained(RELEASES[-1] / "base"), folder
+        ),
+        "bundle": lambda: AutoModelForSequenceClassification.from_pretrained(folder),
+        "plan": lambda: Plan.load(folder),
+    }[name.partition("_")[0]]
+    with pytest.raises(ConfigError, match=r"(?s)of_tomorrow.*(update the package|a newer snnk_peft wrote it)"):
+        load()
 
 
 @pytest.mark.parametrize("release", having("plan"))
