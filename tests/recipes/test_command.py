@@ -159,6 +159,19 @@ def test_classes_without_names(here: Path, capsys: pytest.CaptureFixture[str]) -
         assert printed(capsys)["metrics"]["accuracy"] == pytest.approx(expected)
 
 
+def test_a_table_that_numbers_named_classes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whether its numbers are the model's is for the user to say; how, the message tells."""
+    expected, text = accuracy("model", "dev.csv"), Path("dev.csv").read_text()
+    for index, name in enumerate(TASKS["rte"].label_names):
+        text = text.replace(f",{name}\n", f",{index}\n")
+    Path("dev.csv").write_text(text)
+    assert snnk("score", "model", "--table", "dev.csv") == 2
+    remedy = re.search(r"data\.labels=\[.*?\]", capsys.readouterr().err)
+    assert remedy is not None
+    assert snnk("score", "model", "--table", "dev.csv", remedy[0].replace(" ", ""), "--json") == 0
+    assert printed(capsys)["metrics"]["accuracy"] == pytest.approx(expected)
+
+
 def test_labels_score_the_conversion(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--table", "dev.csv", "data.eval_file=few.csv", "--output", "out", *SMALL, "--json"]
     assert snnk("convert", "model", *given) == 0
