@@ -49,15 +49,15 @@ def defaults_of(cls: Any) -> dict[str, Any]:
 
 
 def options_table(cls: Any, without: Collection[str] = ()) -> str:
-    """Name, default, help and the values that fit of every option; empty if there is none."""
+    """Name and default, help and the values that fit of every option; empty if there is none."""
     options: Mapping[str, Option] = options_of(cls)
     rows, defaults = [], defaults_of(cls)
     for name, known in options.items():
         if known.help and name not in without:
             default = "required" if defaults[name] is dataclasses.MISSING else f"`{defaults[name]!r}`"
-            values = f" *{known.expected()}*" if known.checked else ""
-            rows.append([f"`{name}`", default, f"{known.help}{values}"])
-    return table(["option", "default", "what it does; *values*"], rows) if rows else ""
+            values = f"<br>*{known.expected()}*" if known.checked else ""
+            rows.append([f"`{name}`<br>{default}", f"{known.help}{values}"])
+    return table(["option, default", "what it does, values"], rows) if rows else ""
 
 
 def parts() -> str:

@@ -99,6 +99,11 @@ def times(value: float) -> str:
     return f"{value:.2f} ×"
 
 
+def milliseconds(value: float) -> str:
+    """A time, with two decimals if it is short."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+
 def in_words(name: str) -> str:
     """A model or method as readers know it."""
     return METHODS.get(name, name)
@@ -203,7 +208,8 @@ def attention_on_gpu() -> str:
     lengths: dict[int, dict[str, Any]] = {}
     for row in read("gpu/attention_on_gpu/metrics.json")["rows"]:
         if row["batch"] == 1 and row["kind"] in kinds:
-            told = f"{row['layer_ms']:.2f} ({row['layer_device_ms']:.2f}) / {row['flash_ms']:.2f}"
+            layer, card_alone, flash = (milliseconds(row[key]) for key in ("layer_ms", "layer_device_ms", "flash_ms"))
+            told = f"{layer} ({card_alone}) / {flash}"
             lengths.setdefault(row["length"], {"length": row["length"]})[row["kind"]] = told
     return grid(list(lengths.values()), ("tokens", "length", fixed(0)), *((kind, kind, str) for kind in kinds))
 
