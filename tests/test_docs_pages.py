@@ -16,6 +16,7 @@ from glue_files import sentences, write_task
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 from typer.testing import CliRunner
 
+import snnk_peft
 from snnk_cli.app import app
 from snnk_peft import COMPONENTS, FAMILIES, LOW_RANK_INITS, PARTS, PROJECTIONS
 from snnk_peft.options import options_of
@@ -212,6 +213,14 @@ def test_reference_has_every_option(hooks):
         r"^\| `order`<br>`1` \| .*<br>\*0, 1 or 2\* \|$", hooks.TABLES["component_members"](), re.MULTILINE
     )
     assert "| `norms`<br>`'chi'` |" in hooks.TABLES["projection_members"]()
+
+
+def test_reference_has_every_public_name():
+    """Functions and classes by their docstrings, parts in their table, registries by their members."""
+    shown = {name for page in PAGES for name in re.findall(r"^::: .*\b(\w+)$", (DOCS / page).read_text(), re.MULTILINE)}
+    parts = {PARTS[name].__name__ for name in PARTS}
+    registries = {name for name in snnk_peft.__all__ if name.isupper()}
+    assert set(snnk_peft.__all__) - shown - parts - registries == set()
 
 
 def test_results_are_the_stored_ones(hooks):
