@@ -9,9 +9,9 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
+from snnk_peft.arguments import folder_of
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.saved_folder import whole_file
 
@@ -87,7 +87,7 @@ class CalibrationReport:
             ImportError: matplotlib is not installed; nothing is written.
             ConfigError: the folder cannot be written to.
         """
-        target = Path(folder)
+        target = folder_of("folder", folder)
         text = json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
         files = {target / "calibration.json": text.encode(), target / "calibration.png": draw(self.slots)}
         try:

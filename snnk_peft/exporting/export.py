@@ -133,8 +133,13 @@ def export(
     given = [_placed({name: batch[name] for name in first}, plain) for batch in given]
     limit = TOLERANCES.get(plain.dtype, 1e-4) if tolerance is None else tolerance
 
-    target.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as refused:
+        raise OSError(
+            refused.errno, f"{target.parent} cannot be written to ({refused}); choose another path"
+        ) from refused
     try:
         with torch.no_grad(), as_it_was(plain):
             axes = Axes(first)

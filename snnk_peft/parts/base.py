@@ -308,7 +308,9 @@ def layers_faults(where: str, layers: object) -> list[str]:
         return []
     if isinstance(layers, (list, tuple)) and layers and all(type(i) is int and i >= 0 for i in layers):
         return []
-    return [f"{where} is {layers!r}; expected 'all', 'top-K', 'bottom-K' (K >= 1) or a list of indices from 0"]
+    near = re.fullmatch(r"(top|bottom)\W*([1-9]\d*)", layers.lower()) if isinstance(layers, str) else None
+    hint = f". Did you mean '{near[1]}-{near[2]}'?" if near else ""
+    return [f"{where} is {layers!r}; expected 'all', 'top-K', 'bottom-K' (K >= 1) or a list of indices from 0{hint}"]
 
 
 def resolve_layers(where: str, layers: str | list[int], total: int) -> tuple[list[int], list[str]]:

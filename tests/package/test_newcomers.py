@@ -22,6 +22,7 @@ import snnk_peft
 from snnk_peft import (
     FAMILIES,
     AdapterPart,
+    CalibrationReport,
     ClosedFormHead,
     FFNPart,
     FrobeniusDecay,
@@ -257,7 +258,7 @@ CONFIGS = {
     "a slip": (lambda: SNNKConfig(fnn={}), r"unknown option 'fnn'; did you mean 'ffn'"),
     "a slip in a part": (lambda: FFNPart(num_feature=4), r"unknown option 'num_feature'; did you mean 'num_features'"),
     "no options": (lambda: snnk_peft.MeanPoolingPart(layers=1), r"unknown option 'layers'.*Available: none"),
-    "layers": (lambda: SNNKConfig(ffn={"layers": "top3"}), r"ffn.layers is 'top3'; expected 'all', 'top-K'"),
+    "layers": (lambda: SNNKConfig(ffn={"layers": "top3"}), r"ffn.layers is 'top3'; .* Did you mean 'top-3'"),
     "a model": (lambda: SNNKConfig(ffn=FFNPart(tiny("bert"))), r"^ffn.component: unknown component .{,140}Available"),
 }
 
@@ -344,6 +345,7 @@ ARGUMENTS = {
     "in a file": (lambda: export(tiny("bert"), "torch", f"{__file__}/m.pt2"), r"newcomers\.py is a file; expected"),
     "a plan's file": (lambda: Plan.load(__file__), r"newcomers\.py' is a file; expected the path of a folder"),
     "a plan of none": (lambda: Plan.load(None), r"folder is None; expected a path"),
+    "a report of none": (lambda: CalibrationReport([], {}).save(None), r"folder is None; expected a path"),
     "saved in a file": (lambda: Plan(ffn(), "macs", 0.5, {}).save(__file__), r"expected the path of a folder"),
     "a family's name": (lambda: register_family("t5"), r"family is the text 't5'; expected ModelFamily\(name="),
     "names first": (lambda: ClosedFormHead(tiny("bert"), ["a", "b"]), r"features is a list; .* Give names=\[...\]"),
@@ -380,6 +382,11 @@ def test_arguments(kind):
     call, match = ARGUMENTS[kind]
     with pytest.raises(ConfigError, match=match):
         call()
+
+
+def test_a_folder_that_cannot_be_made():
+    with pytest.raises(OSError, match=r"/dev/null cannot be written to .*; choose another path"):
+        export(tiny("bert"), "torch", "/dev/null/model.pt2")
 
 
 def test_what_python_expects_of_wrong_arguments():
