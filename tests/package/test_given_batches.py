@@ -6,10 +6,13 @@ import warnings
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BatchEncoding, BertConfig, BertForSequenceClassification
+from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from snnk_peft import (
     AdapterPart,
@@ -99,7 +102,9 @@ def door(request):
     return DOORS[request.param]
 
 
-@pytest.mark.parametrize("kind", ["lists", "numpy", "encoding", "small ints", "rows", "torch rows", "inference"])
+@pytest.mark.parametrize(
+    "kind", ["lists", "numpy", "encoding", "small ints", "rows", "torch rows", "inference", "loader", "function"]
+)
 def test_what_has_exactly_one_meaning_is_taken(door, kind):
     plain = tensors()
     with torch.inference_mode():
@@ -112,6 +117,8 @@ def test_what_has_exactly_one_meaning_is_taken(door, kind):
         "rows": rows_of(plain),
         "torch rows": rows_of(plain).with_format("torch"),
         "inference": copies,
+        "loader": DataLoader(plain, batch_size=None),
+        "function": lambda: iter(plain),
     }[kind]
     if "rows" in kind:  # one example a batch
         plain = [{key: value[row, None] for key, value in batch.items()} for batch in plain for row in range(4)]
@@ -143,6 +150,15 @@ REFUSED = {
     "tuples": (lambda: DataLoader(TensorDataset(tensors()[0]["input_ids"]), 4), r"batch 0 is a list of 1 Tensors"),
     "texts": (lambda: ["good film", "bad film"], r"batch 0 is the text 'good film' .*tokenized"),
     "a text": (lambda: "good film", r"batches is the text 'good film'; expected a list"),
+    "a tokenizer": (
+        lambda: PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a"))),
+        r"batches is a \w+; expected a list",
+    ),
+    "a model": (lambda: tiny("bert"), r"batches is a BertForSequenceClassification; expected a list"),
+    "a class": (lambda: DataLoader, r"batches is the class DataLoader; expected a list"),
+    "arguments": (lambda: lambda size: [], r"batches is a function; .* a function without arguments"),
+    "no iterator": (lambda: lambda: 3, r"batches is a function that returned an int; expected .* a fresh iterator"),
+    "a table": (lambda: pandas.DataFrame({"text": ["a"], "label": [0]}), r"batches is a DataFrame \(text, label\)"),
     "nothing": (lambda: None, r"batches is None; expected a list"),
     "a batch": (lambda: tensors()[0], r"batches is a dict \(input_ids, .*Give a batch alone as \[batch\]"),
     "splits": (lambda: datasets.DatasetDict(train=rows_of(tensors())), r"DatasetDict \(train\).*one of its splits"),
