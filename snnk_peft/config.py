@@ -169,6 +169,11 @@ class SNNKConfig(NamedOptions, PeftConfig):
             for name in ("modules_to_save", "target_modules", "trained_within", "saved_embeddings")
             if not _is_paths(value := getattr(self, name)) and not isinstance(value, str)
         ]
+        if self.target_modules and self.made_for is None:
+            faults.append(
+                f"target_modules is {self.target_modules!r}; expected None, because parts choose their modules: "
+                "AdapterPart by placement= ('query_value' for queries and values), LowRankPart by targets=, most by layers="
+            )
         if self.made_for is not None and not isinstance(self.made_for, Mapping):
             faults.append(f"made_for is {self.made_for!r}; expected a dict, which patching a model fills in, or None")
         if self.base_digests is not None and not isinstance(self.base_digests, Mapping):

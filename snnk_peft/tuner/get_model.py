@@ -71,11 +71,6 @@ def get_snnk_model(
             "there is: PeftModel.from_pretrained(base, folder, is_trainable=True)"
         )
     refuse_patched(model)
-    if config.target_modules is not None and config.made_for is None:
-        raise ConfigError(
-            f"target_modules is {list(config.target_modules)}; expected None, because parts choose their modules: "
-            'AdapterPart by placement= ("query_value" beside these two), LowRankPart by targets=, most by layers='
-        )
     # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)

@@ -255,6 +255,10 @@ CONFIGS = {
         lambda: SNNKConfig(norms={}),
         r"no field 'norms'; this part is given as SNNKConfig\(parts=\[NormsPart",
     ),
+    "targets": (
+        lambda: SNNKConfig(adapter=AdapterPart(), target_modules=["query", "value"]),
+        r"target_modules is \['query', 'value'\]; expected None, .*placement=.*targets=.*layers=",
+    ),
     "a slip": (lambda: SNNKConfig(fnn={}), r"unknown option 'fnn'; did you mean 'ffn'"),
     "a slip in a part": (lambda: FFNPart(num_feature=4), r"unknown option 'num_feature'; did you mean 'num_features'"),
     "no options": (lambda: snnk_peft.MeanPoolingPart(layers=1), r"unknown option 'layers'.*Available: none"),
@@ -275,10 +279,6 @@ GIVEN_CONFIGS = {
     "a dict": ({"ffn": {}}, "config is a dict; expected SNNKConfig"),
     "a plan": (Plan(ffn(), "macs", 0.5, {}), r"config is a Plan; expected SNNKConfig, such as its \.config"),
     "the class": (SNNKConfig, "config is the class SNNKConfig; expected SNNKConfig"),
-    "targets": (
-        SNNKConfig(adapter=AdapterPart(), target_modules=["query", "value"]),
-        r"target_modules is \['query', 'value'\]; expected None, .*placement=.*targets=.*layers=",
-    ),
 }
 
 
