@@ -19,7 +19,7 @@ from snnk_cli.run_folder import environment
 from snnk_cli.terminal import quiet
 from snnk_peft import AdapterPart, SNNKConfig, check_family
 from snnk_peft.bundling.report import BundleReport
-from snnk_peft.config import SHORTCUTS
+from snnk_peft.config_parts import SHORTCUTS
 from snnk_peft.cost import CostReport, estimate_cost
 from snnk_peft.cost.build import read_snnk_config
 from snnk_peft.errors import ConfigError

@@ -6,7 +6,6 @@ names are checked against the registries by the parts themselves, the model is c
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from peft import PeftConfig, TaskType
 
 from snnk_peft.arguments import in_words
+from snnk_peft.config_parts import SHORTCUTS, config_with, listed_part, part_from, part_name
 from snnk_peft.digests import DIGESTS, entry_faults, open_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_adapter_card
 from snnk_peft.options import MOST_SEED
 from snnk_peft.parts import PARTS, Part
-from snnk_peft.registry import NamedOptions, did_you_mean
+from snnk_peft.registry import NamedOptions
 from snnk_peft.stamps import stamp_entries, stamp_tensors
 from snnk_peft.version import __version__
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from snnk_peft.parts.replaced.pooler import PoolerPart
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-SHORTCUTS = ("adapter", "pooler", "ffn", "attention", "low_rank")  # parts that have a field of their own
 # Entries of adapter_config.json that do not decide what the adapter computes.
 FREE = (
     "auto_mapping",
@@ -133,11 +132,11 @@ class SNNKConfig(NamedOptions, PeftConfig):
         self.peft_type = SNNKType.SNNK
         faults: list[str] = []
         for name in SHORTCUTS:
-            value, wrong = _part_from(name, PARTS[name], getattr(self, name))
+            value, wrong = part_from(name, PARTS[name], getattr(self, name))
             setattr(self, name, value)
             faults += wrong
         if isinstance(self.parts, (list, tuple)):
-            read = [_listed_part(f"parts[{index}]", value) for index, value in enumerate(self.parts)]
+            read = [listed_part(f"parts[{index}]", value) for index, value in enumerate(self.parts)]
             self.parts = [part for part, _ in read]
             faults += [fault for _, wrong in read for fault in wrong]
         else:
@@ -172,7 +171,8 @@ class SNNKConfig(NamedOptions, PeftConfig):
         if self.target_modules and self.made_for is None:
             faults.append(
                 f"target_modules is {self.target_modules!r}; expected None, because parts choose their modules: "
-                "AdapterPart by placement= ('query_value' for queries and values), LowRankPart by targets=, most by layers="
+                "AdapterPart by placement= ('query_value' for queries and values), LowRankPart by targets=, most by "
+                "layers="
             )
         if self.made_for is not None and not isinstance(self.made_for, Mapping):
             faults.append(f"made_for is {self.made_for!r}; expected a dict, which patching a model fills in, or None")
@@ -241,54 +241,3 @@ class SNNKConfig(NamedOptions, PeftConfig):
 
 def _is_paths(value: object) -> bool:
     return value is None or (isinstance(value, (list, tuple, set)) and all(isinstance(name, str) for name in value))
-
-
-def part_name(cls: type[Part]) -> str:
-    """The name under which a part is registered."""
-    return next(name for name in PARTS if PARTS[name] is cls)
-
-
-def _part_from(where: str, cls: type[Part], given: object) -> tuple[Any, list[str]]:
-    """Build a part from itself or a plain dict (JSON, YAML) of its fields; also returns what is wrong."""
-    if given is None or isinstance(given, cls):
-        return given, []
-    if not isinstance(given, Mapping):
-        return given, [
-            f"{where} is {in_words(given)}; expected {cls.__name__}(...), a dict of its fields or None"
-            + _elsewhere(given)
-        ]
-    valid = [f.name for f in dataclasses.fields(cls)]
-    wrong = [f"{where}.{did_you_mean('field', key, valid)}" for key in given if key not in valid]
-    return (None, wrong) if wrong else (cls(**given), [])
-
-
-def _listed_part(where: str, given: object) -> tuple[Any, list[str]]:
-    """Like `_part_from`, for an entry of `parts`, which names its part."""
-    if isinstance(given, Mapping):
-        name = given.get("part")
-        if name not in PARTS:
-            known = did_you_mean("part", name, PARTS.names())
-            return None, [f"{where}.part: {known}. A part of your own is known once its file is imported"]
-        return _part_from(where, PARTS[str(name)], {key: value for key, value in given.items() if key != "part"})
-    if isinstance(given, Part) and any(PARTS[name] is type(given) for name in PARTS):
-        return given, []
-    kinds = ", ".join(PARTS[name].__name__ for name in PARTS)
-    return None, [
-        f"{where} is {in_words(given)}; expected one of {kinds}, such as FFNPart(...), or a dict with 'part' and its "
-        "fields"
-    ]
-
-
-def config_with(cls: type[Part]) -> str:
-    """How a config with such a part is written."""
-    own = next((name for name in SHORTCUTS if PARTS[name] is cls), None)
-    return f"SNNKConfig({f'parts=[{cls.__name__}(...)]' if own is None else f'{own}={cls.__name__}(...)'})"
-
-
-def _elsewhere(given: object) -> str:
-    """A sentence about where what was given belongs, or nothing."""
-    if isinstance(given, Part):
-        return f". This part goes elsewhere: {config_with(type(given))}"
-    if isinstance(given, (list, tuple)):
-        return ". Several parts of a kind go into parts=[...]"
-    return ""

@@ -25,7 +25,8 @@ from snnk_peft.bundling.bundle import TOLERANCES, bundle
 from snnk_peft.bundling.report import probe_inputs
 from snnk_peft.calibrating.batches import checked_one
 from snnk_peft.calibrating.guards import refuse_not_finite
-from snnk_peft.config import SHORTCUTS, SNNKConfig
+from snnk_peft.config import SNNKConfig
+from snnk_peft.config_parts import SHORTCUTS
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import ModelFamily

@@ -29,6 +29,7 @@ LAYERS: list[set[str]] = [
     {"heads"},
     {"families"},
     {"parts"},
+    {"config_parts"},
     {"attention", "config"},
     {"tuner"},
     {"calibrating"},

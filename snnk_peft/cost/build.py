@@ -16,7 +16,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from snnk_peft.bundling.bundle import folded_model
-from snnk_peft.config import SHORTCUTS, SNNKConfig
+from snnk_peft.config import SNNKConfig
+from snnk_peft.config_parts import SHORTCUTS
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.registry import did_you_mean

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.bundle import folded_model
-from snnk_peft.config import SNNKConfig, part_name
+from snnk_peft.config import SNNKConfig
+from snnk_peft.config_parts import part_name
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.layers.slots import Slot

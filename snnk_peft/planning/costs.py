@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.bundle import folded_model
-from snnk_peft.config import SNNKConfig, part_name
+from snnk_peft.config import SNNKConfig
+from snnk_peft.config_parts import part_name
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.at_hand import offloaded, place_of
 from snnk_peft.json_files import read_json

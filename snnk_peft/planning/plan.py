@@ -21,7 +21,8 @@ from tqdm.auto import tqdm
 from snnk_peft.arguments import in_words, path_of
 from snnk_peft.calibrating.batches import Batches, checked_one, model_inputs
 from snnk_peft.calibrating.guards import named_padding, refuse_not_finite, refuse_overflow
-from snnk_peft.config import SNNKConfig, part_name
+from snnk_peft.config import SNNKConfig
+from snnk_peft.config_parts import part_name
 from snnk_peft.errors import ConfigError
 from snnk_peft.families import family_of
 from snnk_peft.options import closest

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snnk_peft.arguments import folder_of
-from snnk_peft.config import SNNKConfig, part_name
+from snnk_peft.config import SNNKConfig
+from snnk_peft.config_parts import part_name
 from snnk_peft.digests import DIGESTS, entry_faults, notes, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.json_files import read_json

@@ -10,7 +10,8 @@ import peft
 from torch import nn
 
 from snnk_peft.arguments import in_words, takes_declared
-from snnk_peft.config import SNNKConfig, config_with
+from snnk_peft.config import SNNKConfig
+from snnk_peft.config_parts import config_with
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.parts import Part
 from snnk_peft.tuner.given_model import as_usual, is_compiled, plain_model, refuse_patched, refuse_prepared

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, calibrate, get_snnk_model
-from snnk_peft.config import part_name
+from snnk_peft.config_parts import part_name
 from snnk_peft.parts import PARTS as REGISTERED
 from tests.every_part import PARTS
 from tests.gpu.agreement import agree, every_dtype, gradients_agree, moved

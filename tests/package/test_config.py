@@ -42,7 +42,7 @@ from snnk_peft import (
     get_snnk_model,
     register_family,
 )
-from snnk_peft.config import SHORTCUTS
+from snnk_peft.config_parts import SHORTCUTS
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.parts import PARTS, Part, layers_faults, resolve_layers
 from snnk_peft.tuner.slot_layer import SlotLayer
