@@ -145,6 +145,11 @@ def test_snnk_commands_run(world, tmp_path):
         run(["-m", "snnk_cli", *words, *(small if words[0] == "convert" else [])], tmp_path)
 
 
+def test_code_fits_the_width_of_a_page():
+    lines = [(page, line) for page in PAGES for block in blocks([page], "python") for line in block.splitlines()]
+    assert [(page, line) for page, line in lines if len(line) > 88] == []
+
+
 def test_snnk_commands_and_options_exist():
     """What pages name is in the help of the command."""
     for words in commands("snnk"):
