@@ -1,7 +1,7 @@
 """MkDocs hooks. Formulas become MathML; tables come from registries, options and stored results at every build.
 
 A line `<!-- table: NAME -->` on a page becomes what `TABLES[NAME]` returns, from `reference_tables.py` or
-`result_tables.py` beside this file. The errata and the pages of the studies are written as a whole.
+`result_tables.py` beside this file; `written_pages.py` has the pages that are written as a whole.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import reference_tables
 import result_tables
+import written_pages
 
 if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
-TABLES = {**reference_tables.TABLES, **result_tables.TABLES}
+TABLES = {**reference_tables.TABLES, **result_tables.TABLES, **written_pages.TABLES}
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 FORMULA = re.compile(r"^\$\$(.+?)\$\$", re.DOTALL)
 # Code and formulas; indented lines are code, too, of docstrings.
@@ -30,18 +31,13 @@ SCRIPTS = (
 )
 
 
-def pages() -> dict[str, str]:
-    """Pages that are written as a whole: path below docs/ -> Markdown."""
-    return {"errata.md": reference_tables.errata(), **result_tables.study_pages()}
-
-
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages and the pictures that they show."""
     from mkdocs.structure.files import File
 
-    for path, text in pages().items():
+    for path, text in written_pages.pages().items():
         files.append(File.generated(config, path, content=text))
-    for path, picture in result_tables.pictures().items():
+    for path, picture in written_pages.pictures().items():
         files.append(File.generated(config, path, content=picture.read_bytes()))
     return files
 

@@ -1,4 +1,4 @@
-"""Tables of the reference: parts, components, projections and families from their registries, errata from ERRATA.md."""
+"""Tables of the reference: parts, components, projections and families, from their registries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from snnk_peft import COMPONENTS, FAMILIES, LOW_RANK_INITS, PARTS, PROJECTIONS
@@ -14,10 +13,8 @@ from snnk_peft.feature_map.describe import component_table, projection_table
 from snnk_peft.options import Option, options_of
 from snnk_peft.projections.base import Projection
 
-ROOT = Path(__file__).resolve().parent.parent
 SECTION = re.compile(r"^(?:Args|Attributes|Raises|Example):$", re.MULTILINE)
 BAR = re.compile(r"(?<!\\)\|")
-ERRATUM = ("#", "printed", "true", "here", "tests")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -96,29 +93,6 @@ def families() -> str:
         paths = (family.layers, family.attention, family.ffn_in, family.ffn_out)
         rows.append([f"`{name}`", ", ".join(words), *(f"`{path}`" for path in paths)])
     return table(["model_type", "", "layers", "attention, in a layer", "expansion", "contraction"], rows)
-
-
-def errata(text: str | None = None) -> str:
-    """ERRATA.md with a section for each row of its wide tables: a phone can show it, and a link can reach it.
-
-    Args:
-        text: instead of the file's.
-
-    Raises:
-        ValueError: a row that has not the five columns.
-    """
-    found: list[str] = []
-    for line in ((ROOT / "ERRATA.md").read_text(encoding="utf-8") if text is None else text).splitlines():
-        if not line.startswith("|"):
-            found.append(line)
-            continue
-        cells = [cell.strip().replace(r"\|", "|") for cell in BAR.split(line.strip()[1:-1])]
-        if len(cells) != len(ERRATUM):
-            raise ValueError(f"ERRATA.md has a row of {len(cells)} cells; expected {', '.join(ERRATUM)}: {line}")
-        if cells[0] != ERRATUM[0] and set(cells[0]) - set("-: "):
-            told = zip(("Printed", "True", "Here", "Tests"), cells[1:], strict=True)
-            found += [f"### {cells[0]}", *(f"\n**{word}.** {cell}".replace("` `", "`, `") for word, cell in told), ""]
-    return "\n".join(found) + "\n"
 
 
 TABLES: dict[str, Callable[[], str]] = {

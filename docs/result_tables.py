@@ -1,21 +1,14 @@
-"""Tables of results from the metrics.json files of the benchmarks, and the pages of the studies in model_cards/."""
+"""Tables of results from the metrics.json files of the benchmarks."""
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-CARDS, BENCHMARKS = ROOT / "model_cards", ROOT / "recipes/benchmarks/results"
-STUDIES = sorted(page.parent.name for page in CARDS.glob("*/README.md"))
-LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
-PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)]+)\)")
-
-CLAIM = ("where", "claim", "the paper", "here", "scale", "verdict", "details, command")
-
+BENCHMARKS = ROOT / "recipes/benchmarks/results"
 Row = Mapping[str, Any]
 Column = tuple[str, str, Callable[[Any], str]]  # title, key in the rows, how its values are written
 METHODS = {
@@ -30,52 +23,6 @@ METHODS = {
     "dora": "DoRA",
     "least": "any method: through the whole model and back",
 }
-
-
-def study_pages() -> dict[str, str]:
-    """The pages of model_cards/: path below docs/ -> Markdown."""
-    return {"results/claims.md": as_list(card(CARDS / "README.md"))} | {
-        f"results/{name}.md": card(CARDS / name / "README.md") for name in STUDIES
-    }
-
-
-def card(page: Path) -> str:
-    """A page of model_cards/: its links lead to pages of this site, or become paths."""
-
-    def linked(found: re.Match[str]) -> str:
-        target = (page.parent / found[2]).resolve()
-        if not target.exists():
-            raise FileNotFoundError(f"{page} links to {found[2]}, which is not there")
-        if target == ROOT / "ERRATA.md":
-            return f"[{found[1]}](../errata.md)"
-        if target.parent == CARDS and target.name in STUDIES:
-            return f"[{found[1]}]({target.name}.md)"
-        return f"{found[1]} in `{target.relative_to(ROOT).as_posix()}`"
-
-    text = PICTURE.sub(rf"![\1]({page.parent.name}/\2)", page.read_text(encoding="utf-8"))
-    return LINK.sub(linked, text)
-
-
-def as_list(page: str) -> str:
-    """The claims, whose tables have seven columns of text, as a list that a phone can show."""
-    found = []
-    for line in page.splitlines():
-        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-        if not line.startswith("| ") or len(cells) != len(CLAIM):
-            found.append(line)
-        elif cells[0] not in (CLAIM[0], "---"):
-            where, claim, theirs, ours, scale, verdict, details = cells
-            found += ["", f"**{where}.** {claim}", "", f"- verdict: {verdict}", f"- the paper: {theirs}"]
-            found += [f"- here: {ours}", f"- scale: {scale}", f"- details, command: {details}"]
-    return "\n".join(found) + "\n"
-
-
-def pictures() -> dict[str, Path]:
-    """Path below docs/ -> the picture that is shown there."""
-    shown = {f"results/{name}/{file.name}": file for name in STUDIES for file in sorted((CARDS / name).glob("*.png"))}
-    shown["results/peers.png"] = BENCHMARKS / "convert_peers/peers.png"
-    shown["results/attention_on_gpu.png"] = BENCHMARKS / "gpu/attention_on_gpu/attention_on_gpu.png"
-    return shown
 
 
 def read(name: str) -> dict[str, Any]:
@@ -259,11 +206,4 @@ TABLES: dict[str, Callable[[], str]] = {
     "low_rank_starts": low_rank_starts,
     "low_rank_speed": low_rank_speed,
     "compressed": compressed,
-    "studies": lambda: "\n".join(f"- [{title_of(name)}]({name}.md)" for name in STUDIES),
 }
-
-
-def title_of(study: str) -> str:
-    """The heading of a study's page."""
-    first = (CARDS / study / "README.md").read_text(encoding="utf-8").splitlines()[0]
-    return f"{first.removeprefix('# ')} (`{study}`)"
