@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ METHODS = {
     "lora": "LoRA",
     "lora_norms": "LoRA and norms",
     "dora": "DoRA",
+    "rows6_fitted_head": "six rows from one labelled pass, and norms, behind a head fitted in closed form",
+    "rows8_upper_fitted_head": "eight such rows, and norms, in all layers but the first, behind such a head",
+    "rows6_informed_norms": "the six rows, and norms, without the fitted head",
+    "rows8_upper_informed_norms": "the eight rows, and norms, without the fitted head",
     "least": "any method: through the whole model and back",
 }
 
@@ -122,6 +127,23 @@ def training_step(name: str, model: str | None = None) -> str:
     return grid(rows, METHOD, ("time / LoRA", "time / LoRA", times), memory, TRAINED)
 
 
+def glue_means() -> str:
+    """Mean score over the tasks of every adapter and baseline, on a CPU and on a GPU, from the pages of the studies."""
+    means: dict[str, dict[str, str]] = {}
+    for study in ("glue", "glue_gpu"):
+        page = (ROOT / f"model_cards/{study}/README.md").read_text(encoding="utf-8")
+        words = {**dict(re.findall(r"^- (\w+): (.*)$", page, re.MULTILINE)), **METHODS}
+        header, *lines = page[page.index("| method") :].partition("\n\n")[0].splitlines()
+        column = header.split(" | ").index("average")
+        for cells in (line.strip("| ").split(" | ") for line in lines):
+            if column < len(cells) and re.fullmatch(r"\d+\.\d", cells[column]):
+                known = means.setdefault(cells[0], {"method": cells[0], "words": words[cells[0]]})
+                known[study] = cells[column]
+    rows = sorted(means.values(), key=lambda row: -float(row["glue"]))
+    scores: Sequence[Column] = (("CPU, 3 seeds", "glue", str), ("GPU, 8 seeds", "glue_gpu", str))
+    return grid(rows, ("trained", "words", str), *scores, ("setting", "method", "`{}`".format))
+
+
 def heads() -> str:
     """Heads in closed form from shares of the examples, the mean over tasks, beside LoRA."""
     rows = [row for row in read("head_beside_lora/metrics.json")["rows"] if row["seed"] is None]
@@ -200,6 +222,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "step_llama": lambda: training_step("adapter_step/llama.json"),
     "step_vit": lambda: training_step("vision_step/metrics.json", "vit_small"),
     "heads": heads,
+    "glue_means": glue_means,
     "faster_attention": faster_attention,
     "one_token": one_token,
     "attention_on_gpu": attention_on_gpu,
