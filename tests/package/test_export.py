@@ -327,7 +327,7 @@ def test_wrong_arguments_are_told_together(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             export(model, **{"format": "torch", "path": tmp_path / "model.pt2", **fields})
-    with pytest.raises(UnsupportedError, match="no transformers model"):
+    with pytest.raises(UnsupportedError, match="Linear is not a transformers PreTrainedModel"):
         export(nn.Linear(2, 2), "torch", tmp_path / "model.pt2")
     types = {"input_ids": torch.ones(2, 3).long(), "token_type_ids": torch.ones(2, 3)}
     with pytest.raises(UnsupportedError, match=r"could not be exported with inputs .*: RuntimeError: Expected"):
