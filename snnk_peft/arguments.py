@@ -96,5 +96,6 @@ def folder_of(where: str, given: object) -> Path:
     path = path_of(where, given)
     file = next((each for each in (path, *path.parents) if each.is_file()), None)
     if file is not None:
-        raise ConfigError(f"{where} is {str(path)!r}, and {str(file)!r} is a file; expected the path of a folder")
+        inside = "which" if file == path else f"and {str(file)!r}"
+        raise ConfigError(f"{where} is {str(path)!r}, {inside} is a file; expected the path of a folder")
     return path

@@ -343,7 +343,7 @@ ARGUMENTS = {
     ),
     "no path": (lambda: export(tiny("bert"), "torch", None), r"path is None; expected a path"),
     "in a file": (lambda: export(tiny("bert"), "torch", f"{__file__}/m.pt2"), r"newcomers\.py is a file; expected"),
-    "a plan's file": (lambda: Plan.load(__file__), r"newcomers\.py' is a file; expected the path of a folder"),
+    "a plan's file": (lambda: Plan.load(__file__), r"newcomers\.py', which is a file; expected the path of a folder"),
     "a plan of none": (lambda: Plan.load(None), r"folder is None; expected a path"),
     "a report of none": (lambda: CalibrationReport([], {}).save(None), r"folder is None; expected a path"),
     "saved in a file": (lambda: Plan(ffn(), "macs", 0.5, {}).save(__file__), r"expected the path of a folder"),
