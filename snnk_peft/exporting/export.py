@@ -253,10 +253,9 @@ def _opened(form: TorchFormat, file: Path, metadata: Any) -> Any:
     try:
         return form.run(file, metadata)
     except Exception as error:
-        raise UnsupportedError(
-            f"the exported program cannot be loaded: {type(error).__name__}: {error}. ONNX Runtime has few kernels for "
-            "half precision on the CPU: export model.float()"
-        ) from error
+        half = "ONNX Runtime has few kernels for half precision on the CPU: export model.float()"
+        told = f"the exported program cannot be loaded: {type(error).__name__}: {error}"
+        raise UnsupportedError(f"{told}. {half}" if form is FORMATS["onnx"] else told) from error
 
 
 def _parity(model: PreTrainedModel, run: Any, batches: Iterable[Inputs], limit: float) -> list[ShapeParity]:

@@ -232,6 +232,15 @@ def test_a_file_of_torch(tmp_path):
     assert report.to_dict()["parity"][0]["error"] < 1e-5
 
 
+@pytest.mark.parametrize("part", [CENTROIDS, AttentionPart("softmax_pm", "free", 4)], ids=lambda part: part.component)
+def test_features_by_their_logarithms_in_a_file_of_torch(part, tmp_path):
+    model = bundled(one_layer(), {"attention": part})
+    report = export(model, "torch", tmp_path / "model.pt2")
+    batch = inputs_for(model, 3, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.export.load(report.path).module()(**batch)["logits"], model(**batch).logits)
+
+
 @with_onnx
 def test_int8_linears(tmp_path):
     """Of all Linears and of nothing else; as accurate as ONNX Runtime alone says."""
