@@ -50,7 +50,8 @@ Table = Annotated[
 Images = Annotated[Path | None, typer.Option(help="folder of images: train/CLASS/ and val/CLASS/, or CLASS/ alone")]
 Config = Annotated[Path | None, typer.Option(help="YAML file of settings; options and SECTION.KEY=VALUE come on top")]
 Budget = Annotated[
-    str | None, typer.Option(help="how much faster, '2x', or the share of the cost that may remain, '0.5'")
+    str | None,
+    typer.Option(help="how much faster, or the share of the cost that may remain, 0.5 (2x, unless settings say what)"),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout, all else on stderr")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what an earlier command wrote")]
@@ -178,20 +179,20 @@ def score(
     table: Table = None,
     images: Images = None,
     task: Annotated[str | None, typer.Option(help="short for task=NAME; a run knows its own")] = None,
-    output: Annotated[Path | None, typer.Option(help="file for the result (metrics.json in the folder)")] = None,
+    output: Annotated[Path | None, typer.Option(help="also write the result to this JSON file")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a classifier on labelled texts or images: a model, a bundle, an adapter or a run."""
     given = [*_value("task", task), *_examples(None, table, images, "eval_file"), *(settings or [])]
-    written: list[Path] = []
+    results: list[dict[str, Any]] = []
 
     def work() -> int:
         from snnk_cli.files import guarded
         from snnk_cli.scoring import score_model
 
-        return guarded(lambda: score_model(model, given, output, written))
+        return guarded(lambda: score_model(model, given, output, results))
 
-    _done(work, as_json, lambda: _read(written[0]))
+    _done(work, as_json, lambda: results[0])
 
 
 @app.command(epilog=_listed(EvaluateConfig), short_help="Write a model as one ONNX or torch file.")

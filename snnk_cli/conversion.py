@@ -58,11 +58,15 @@ def converted(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator
     settings, seed, world = config.convert, config.train.seed, accelerator.num_processes
     shares = _shares(data, config, world)
     started = time.perf_counter()
-    found = None if settings.budget is None else planned(teacher, data, config, accelerator)
+    found = None
+    if settings.budget is not None:
+        accelerator.print(f"planning: what each layer saves and costs, on {sum(map(len, shares)):,} examples")
+        found = planned(teacher, data, config, accelerator)
     decided = settings.snnk_config(seed) if found is None else found.config
     model = get_snnk_model(copy.deepcopy(teacher), decided)
     mine = [data.train.batch(indices, accelerator.device) for indices in shares[accelerator.process_index :: world]]
     fit: dict[str, Any] = {"landmarks": settings.landmarks, "held_out": settings.held_out, "steps": settings.steps}
+    accelerator.print(f"fitting what was replaced, on {sum(map(len, shares)):,} examples")
     report: Any = calibrate(model, mine, progress=sys.stderr.isatty(), **fit)
     return Conversion(model, report, found, sum(map(len, shares)), time.perf_counter() - started)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +24,14 @@ from snnk_cli.modality import modality_of
 from snnk_cli.models import train_in_use
 from snnk_cli.tables import grid
 from snnk_cli.task_settings import tasks
-from snnk_cli.teacher import Distilled, agreement, load_teacher, teacher_task
+from snnk_cli.teacher import Distilled, agreement, load_teacher, stored_dtype, teacher_task
 from snnk_cli.texts import drawn, held_back, read_texts
 from snnk_cli.timing import forward_seconds, ratio
 from snnk_peft import bundle
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_model_card
+
+FEW = 100  # examples to compare predictions on
 
 
 class Converting(Experiment[ConvertConfig]):
@@ -150,8 +152,10 @@ class Converting(Experiment[ConvertConfig]):
         """bundle/, and original and conversion side by side: scores, agreement, speed, size."""
         config, task = self.config, self.task
         student: Any = done.model.student
-        small = bundle(student).eval()
-        models, rows, alone = {"original": self.teacher, "converted": small}, {}, Alone(done.device)
+        small = bundle(student.to(stored_dtype(config.model.name_or_path))).eval()
+        # What is stored is measured, in full precision, as the original is.
+        measured = copy.deepcopy(small).float()
+        models, rows, alone = {"original": self.teacher, "converted": measured}, {}, Alone(done.device)
         logits: dict[str, dict[str, torch.Tensor]] = {}
         for name, model in models.items():
             found: dict[str, Any] = {
@@ -166,7 +170,7 @@ class Converting(Experiment[ConvertConfig]):
         inputs = timed_inputs(done.data, config, done.device)
         seconds = forward_seconds(models, inputs, config.timing.repetitions)
         for name, values in seconds.items():
-            rows[name]["milliseconds"] = 1000 * statistics.median(values)
+            rows[name]["milliseconds"] = 1000 * min(values)  # the least disturbed pass
         record = read_json(done.folder / RECORD)
         figures = {
             "score": done.best["score"],
@@ -228,10 +232,13 @@ class Converting(Experiment[ConvertConfig]):
             for name, values in figures["models"].items()
         ]
         near = "  ".join(f"{name} {value:.4f}" for name, value in figures["agreement"]["mean"].items())
+        count = sum(len(part) for part in done.data.splits.values())
+        few = ", too few to tell a percent" if count < FEW else ""
         lines = [
             *grid(["model", *columns], rows),
-            f"with the original: {near}; {figures['speed_up']:.2f} x its speed ({figures['timed']}); converted in "
-            f"{figures['conversion_seconds']:.0f} s; the model is in {done.folder / 'bundle'}",
+            f"with the original, on {count:,} examples{few}: {near}; {figures['speed_up']:.2f} x its speed "
+            f"({figures['timed']}); converted in {figures['conversion_seconds']:.0f} s; the model is in "
+            f"{done.folder / 'bundle'}",
         ]
         repository = self.config.output.push_to_hub
         if repository is not None:

@@ -58,6 +58,8 @@ def export_model(
     target = output or mine.with_name(f"{mine.name}{SUFFIXES[format]}")
     written.append(target)
     check_writable(target.parent)
+    if target.exists() and not overwrite:
+        raise ConfigError(f"{target} exists; replace it with --overwrite, or choose another --output")
     with alone(target):
         try:
             _export_to(target, folder, overrides, format, int8, overwrite)

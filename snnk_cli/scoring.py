@@ -52,21 +52,27 @@ Preparer = Callable[[Path, Mapping[str, Any] | None, list[str]], Subject]
 """Reads a folder, with the settings of the run that it is or None, and with those of the command line."""
 
 
-def score_model(name: str, overrides: list[str], output: Path | None, written: list[Path]) -> int:
+def score_model(name: str, overrides: list[str], output: Path | None, results: list[dict[str, Any]]) -> int:
     """Score a folder or a model of the Hub; returns the exit code of `score_folder`.
 
     Args:
         name: of it.
         overrides: settings of the command line.
-        output: file of the result; None for one in the folder, or here if the model is not in one of yours.
-        written: takes that file.
+        output: file of the result, or None for none.
+        results: takes the result.
     """
+    quiet()
     folder = local_folder(name)
-    written.append(
-        output
-        or (_result_of(folder) if Path(name).expanduser().exists() else Path(f"{name.rpartition('/')[2]}.metrics.json"))
-    )
-    return score_folder(folder, overrides, written[0])
+    check_is_folder(folder)
+    if output is not None:
+        check_writable(output.parent)
+    subject = of_examples(folder, settings_of(folder), overrides)
+    try:
+        results.append(_score(output, folder, subject, None, 0))
+    except DivergedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def score_folder(
@@ -98,7 +104,7 @@ def score_folder(
         prepare = of_examples if of_sequences is None or run is None or not is_sequence_run(run) else of_sequences
         subject = prepare(folder, run, overrides)
         try:
-            _score_into(output, folder, subject, draws, draws_seed)
+            _score(output, folder, subject, draws, draws_seed)
         except DivergedError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -115,7 +121,7 @@ def check_is_folder(folder: Path) -> None:
         raise ConfigError(f"{folder} is no folder; expected a run, an adapter, a bundle or a model")
 
 
-def _score_into(output: Path, folder: Path, subject: Subject, draws: int | None, draws_seed: int) -> None:
+def _score(output: Path | None, folder: Path, subject: Subject, draws: int | None, draws_seed: int) -> dict[str, Any]:
     config, task, model, max_length, read = subject
     if draws is not None:
         resamplable(model)
@@ -151,12 +157,14 @@ def _score_into(output: Path, folder: Path, subject: Subject, draws: int | None,
     }
     if draws is not None:
         result["draws"] = draw_figures(model, task, splits, config.batch_size, accelerator, draws, draws_seed)
-    if accelerator.is_main_process:
+    if output is not None and accelerator.is_main_process:
         with writing(output.parent):
             output.parent.mkdir(parents=True, exist_ok=True)
         write_json(output, result)
     text = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-    accelerator.print(f"{config.task}, {folder}: {text}  ({count} examples in {seconds:.1f} s; written to {output})")
+    kept = "" if output is None else f"; written to {output}"
+    accelerator.print(f"{config.task}, {folder}: {text}  ({count} examples in {seconds:.1f} s{kept})")
+    return result
 
 
 def of_examples(folder: Path, given: Mapping[str, Any] | None, overrides: list[str]) -> Subject:

@@ -50,9 +50,14 @@ def load_teacher(name_or_path: str, task: Any) -> tuple[PreTrainedModel, Any]:
     if fresh := sorted(report["missing_keys"]):
         raise ConfigError(
             f"model.name_or_path is {name_or_path}: no fine-tuned classifier, it has no {', '.join(fresh[:4])}; "
-            "fine-tune it, for example by recipes/finetune.py with method.name=full, and give the model/ of that run"
+            "fine-tune it first. For embeddings, convert an encoder in Python, by plan, calibrate and bundle"
         )
     return model.eval(), modality.reader(folder, task)
+
+
+def stored_dtype(name_or_path: str) -> torch.dtype:
+    """The floating type of a model's files; float32 where its config does not say."""
+    return _config(name_or_path).dtype or torch.float32
 
 
 def agreement(original: torch.Tensor, converted: torch.Tensor) -> dict[str, float]:

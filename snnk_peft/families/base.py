@@ -163,18 +163,21 @@ class ModelFamily(NamedOptions):
                 )
 
 
-WITHOUT_FAMILY = 'Without a family, low rank goes onto any Linear or convolution: LowRankPart(targets="*")'
+WITHOUT_FAMILY = (
+    'Without a family, low rank goes onto any Linear or convolution: LowRankPart(targets="*", rank_scale=0.5)'
+)
 FAMILIES: Registry[ModelFamily] = Registry("model family", "snnk_peft.families")
+_DESCRIBED: set[str] = set()  # names of those that users registered
 
 
 def register_family(family: ModelFamily) -> ModelFamily:
     """Make an architecture known; its key is `family.name`, the `model_type` of its transformers config.
 
     Args:
-        family: where the parts of the architecture live.
+        family: where the parts of the architecture live. Registered again, it takes the place of your earlier one.
 
     Raises:
-        ConfigError: another family is registered under this name; no ModelFamily.
+        ConfigError: the package has another family of this name; no ModelFamily.
 
     Example:
         >>> from snnk_peft import FAMILIES, ModelFamily, register_family
@@ -185,7 +188,11 @@ def register_family(family: ModelFamily) -> ModelFamily:
     """
     if not isinstance(family, ModelFamily):
         raise ConfigError(f"family is {in_words(family)}; expected ModelFamily(name=..., layers=..., ...)")
-    FAMILIES.register(family.name, family)
+    if family.name in _DESCRIBED or (family.name in FAMILIES and FAMILIES[family.name] == family):
+        FAMILIES._members[family.name] = family  # a description is corrected, as one is that is tried in a notebook
+    else:
+        FAMILIES.register(family.name, family)
+        _DESCRIBED.add(family.name)
     return family
 
 

@@ -15,19 +15,24 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from snnk_peft.families import register_family
-from snnk_peft.families.base import ModelFamily
+from snnk_peft.families.base import FAMILIES, ModelFamily
+
+
+def ours(family: ModelFamily) -> ModelFamily:
+    """Register a family that no user's takes the place of."""
+    FAMILIES.register(family.name, family)
+    return family
 
 
 def add(name: str, like: ModelFamily, **differences: Any) -> ModelFamily:
     """Register an architecture that differs from another in these fields."""
-    return register_family(dataclasses.replace(like, name=name, **differences))
+    return ours(dataclasses.replace(like, name=name, **differences))
 
 
 # --- encoders of texts ------------------------------------------------------------------------------------------------
 
 # Pooler = dense + tanh on [CLS], then dropout and the classifier.
-BERT = register_family(
+BERT = ours(
     ModelFamily(
         name="bert",
         layers="{base}.encoder.layer",
@@ -103,7 +108,7 @@ add(
 
 # One set of weights runs in all layers of a group. One entry of "layers" is one set: `layers="all"` is every group
 # (most checkpoints have one), and what is put into it acts in each of its runs. The FFN's dropout is never called.
-register_family(
+ours(
     ModelFamily(
         name="albert",
         layers="{base}.encoder.albert_layer_groups.*.albert_layers",
@@ -127,7 +132,7 @@ register_family(
 )
 
 # The "pooler" is pre_classifier, followed by an inline ReLU.
-register_family(
+ours(
     ModelFamily(
         name="distilbert",
         layers="{base}.transformer.layer",
@@ -150,7 +155,7 @@ register_family(
 
 # Pre-norm, rotary positions. Two layers of three attend to a band of neighbours only and are left as they are by
 # `layers="all"`; the FFN is gated (GeGLU); the "pooler" is head.dense, with a LayerNorm after it.
-register_family(
+ours(
     ModelFamily(
         name="modernbert",
         layers="{base}.layers",
@@ -171,7 +176,7 @@ register_family(
 # --- decoders ---------------------------------------------------------------------------------------------------------
 
 # Rotary positions, grouped-query attention, gated FFN (SwiGLU).
-LLAMA = register_family(
+LLAMA = ours(
     ModelFamily(
         name="llama",
         layers="{base}.layers",
@@ -224,7 +229,7 @@ add(
 )
 
 # Matrices are Conv1D; query, key and value are one.
-register_family(
+ours(
     ModelFamily(
         name="gpt2",
         layers="{base}.h",
@@ -241,7 +246,7 @@ register_family(
 )
 
 # Pythia: one matrix for query, key and value; attention and FFN may stand side by side.
-register_family(
+ours(
     ModelFamily(
         name="gpt_neox",
         layers="{base}.layers",
@@ -258,7 +263,7 @@ register_family(
 )
 
 # The FFN is two Linears in the layer itself. The 350m model norms after the sums: refused.
-register_family(
+ours(
     ModelFamily(
         name="opt",
         layers="{base}.decoder.layers",
@@ -282,7 +287,7 @@ register_family(
 # --- encoders of images and sound -------------------------------------------------------------------------------------
 
 # Image classifiers have no pooler and get a new one; the bare encoder has one.
-VIT = register_family(
+VIT = ours(
     ModelFamily(
         name="vit",
         layers="{base}.layers",
@@ -346,7 +351,7 @@ add(
 )
 
 # The towers of CLIP and SigLIP, bare or with their projection; CLIP's text encoder is causal, SigLIP's is not.
-CLIP = register_family(
+CLIP = ours(
     ModelFamily(
         name="clip_vision_model",
         layers="{base}.encoder.layers",

@@ -85,7 +85,7 @@ def class_id(column: str, value: Any, names: Sequence[str] | None, ids: Mapping[
         if name.isdecimal() and int(name) < len(ids) <= 20:
             numbers = ",".join(map(str, range(len(ids))))
             remedy = f"; if the column numbers them in this order, data.labels=[{numbers}] says so"
-        raise ConfigError(f"{column} is {name!r}, which is not among the labels of training: {listed(ids)}{remedy}")
+        raise ConfigError(f"{column} is {name!r}, which is not among the labels: {listed(ids)}{remedy}")
     return ids[name]
 
 

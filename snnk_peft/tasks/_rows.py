@@ -271,8 +271,9 @@ def _of_dataset(source: str, dataset: Any, columns: Sequence[str]) -> Rows:
 
 
 def _check_columns(source: str, wanted: Sequence[str], present: Sequence[str]) -> None:
-    if faults := [f"{source}: {did_you_mean('column', name, list(present))}" for name in wanted if name not in present]:
-        raise ConfigError(faults)
+    faults = [f"{source}: {did_you_mean('column', name, list(present))}" for name in wanted if name not in present]
+    if faults:
+        raise ConfigError([*faults[:-1], f"{faults[-1]}. data.text, data.text_pair and data.label name the columns"])
 
 
 def _checked(rows: Rows) -> Rows:

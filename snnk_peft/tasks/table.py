@@ -85,13 +85,17 @@ class Table(TextTask):
         if model is not None:
             known = of_model(known, model)
         if known.kind is None or (known.labels is None and known.kind != NUMBERS):
-            if known.train_file is None and known.dataset is None:
+            if known.train_file is None and known.dataset is None and known.labels is not None:
+                known = completed(known, known.read("validation"), notes)
+            elif known.train_file is None and known.dataset is None:
                 raise ConfigError(
                     "data.train_file is missing: a table (.csv, .tsv, .jsonl, .parquet), from which kind and labels "
-                    "are inferred; or give data.dataset, or data.kind and data.labels"
+                    "are inferred; or give data.dataset. Where only rows to score are given, of a model that does not "
+                    "say its labels, such as an adapter: data.labels=[...], in the order of its outputs"
                 )
-            rows["train"] = known.read("train")
-            known = completed(known, rows["train"], notes)
+            else:
+                rows["train"] = known.read("train")
+                known = completed(known, rows["train"], notes)
         if faults := known.faults():  # as completed
             raise ConfigError(faults)
         labels = None if known.labels is None else tuple(str(name) for name in known.labels)

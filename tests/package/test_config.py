@@ -331,6 +331,9 @@ def test_families_of_ones_own(monkeypatch):
     assert "no module at 'bert.encoder.layer.0.intermediate.dens'" in refused(
         model, SNNKConfig(adapter={}), UnsupportedError
     )
+    corrected = register_family(dataclasses.replace(FAMILIES["bert"], name="wrong", ffn_norm=None))
+    assert FAMILIES["wrong"] is corrected  # a description is made by trying
+    assert "'wrong' has no ffn_norm" in refused(model, SNNKConfig(ffn=FFNPart(num_features=4)), UnsupportedError)
 
 
 # --- round trips ----------------------------------------------------------------------------------------------------

@@ -114,7 +114,10 @@ def test_convert_then_score_export_and_describe(here: Path, capsys: pytest.Captu
     assert snnk("score", "out/bundle", "--table", "dev.csv", "--json") == 0
     scored = printed(capsys)
     assert scored["metrics"]["accuracy"] == pytest.approx(accuracy("out/bundle", "dev.csv"))
-    assert scored == json.loads(Path("out/bundle/metrics.json").read_text())
+    assert not Path("out/bundle/metrics.json").exists()  # nothing is written into a model unasked
+    assert snnk("score", "out/bundle", "--table", "dev.csv", "--output", "scores.json") == 0
+    capsys.readouterr()
+    assert json.loads(Path("scores.json").read_text())["metrics"] == scored["metrics"]
 
     assert snnk("export", "out/bundle", "--table", "dev.csv", "--json") == 0
     exported = printed(capsys)
@@ -172,6 +175,20 @@ def test_a_table_that_numbers_named_classes(here: Path, capsys: pytest.CaptureFi
     assert printed(capsys)["metrics"]["accuracy"] == pytest.approx(expected)
 
 
+def test_an_adapter_is_told_its_labels(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its folder does not say what its outputs stand for; the kind of the table is seen in the rows."""
+    model = get_snnk_model(
+        AutoModelForSequenceClassification.from_pretrained("model"), SNNKConfig(adapter=AdapterPart(num_features=4))
+    )
+    model.save_pretrained("adapter")
+    AutoTokenizer.from_pretrained("model").save_pretrained("adapter")
+    assert snnk("score", "adapter", "--table", "dev.csv") == 2
+    assert "data.labels=[...], in the order of its outputs" in capsys.readouterr().err
+    labels = f"data.labels=[{','.join(TASKS['rte'].label_names)}]"
+    assert snnk("score", "adapter", "--table", "dev.csv", labels, "--json") == 0
+    assert printed(capsys)["metrics"]["accuracy"] == pytest.approx(accuracy("model", "dev.csv"))  # new adapters add 0
+
+
 def test_labels_score_the_conversion(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--table", "dev.csv", "data.eval_file=few.csv", "--output", "out", *SMALL, "--json"]
     assert snnk("convert", "model", *given) == 0
@@ -226,17 +243,18 @@ def test_describe_an_adapter_and_a_model(here: Path, capsys: pytest.CaptureFixtu
 
 
 def test_models_of_the_hub(here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read by id, and results go into the current folder rather than into the cache."""
+    """They are read by id, and files go into the current folder rather than into the cache."""
     with HubStandIn() as hub:
         hub.repos["me/tiny"] = {file.name: file.read_bytes() for file in Path("model").iterdir()}
         given = {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_HUB_DISABLE_XET": True}
         given |= {"HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}"}
         for name, value in {**given, "HF_HUB_CACHE": str(here / "cache")}.items():
             monkeypatch.setattr(huggingface_hub.constants, name, value)
-        assert snnk("score", "me/tiny", "--table", "dev.csv") == 0
+        assert snnk("score", "me/tiny", "--table", "dev.csv", "--json") == 0
+        assert printed(capsys)["metrics"]["accuracy"] == pytest.approx(accuracy("model", "dev.csv"))
+        assert snnk("export", "me/tiny", "--format", "torch") == 0
         assert snnk("score", "me/absent", "--table", "dev.csv") == 2
-    scored = json.loads(Path("tiny.metrics.json").read_text())
-    assert scored["metrics"]["accuracy"] == pytest.approx(accuracy("model", "dev.csv"))
+    assert Path("tiny.pt2").is_file()
     assert "me/absent cannot be read from the Hub" in capsys.readouterr().err
 
 

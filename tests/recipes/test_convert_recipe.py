@@ -397,3 +397,23 @@ def test_a_task_of_the_model_itself(world: Path) -> None:
 def test_batches_hold_similar_lengths() -> None:
     lengths = [5, 1, 4, 2, 3, 9]
     assert batches_by_length(lengths, [0, 1, 2, 3, 4], 2) == [[1, 3], [4, 2], [0]]
+
+
+def test_a_model_in_half_precision_stays_one(world: Path, tmp_path: Path) -> None:
+    """The bundle is stored as the original is, and what is measured is what is stored."""
+    shutil.copytree(world / "rte", tmp_path / "half")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "half", dtype=torch.float16)
+    model.save_pretrained(tmp_path / "half")
+    assert convert.main(settings(world, tmp_path / "out", model=str(tmp_path / "half"))) == 0
+    kinds = {value.dtype for value in load_file(tmp_path / "out/bundle/model.safetensors").values()}
+    assert kinds == {torch.float16}
+    bundle = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out/bundle", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out/bundle")
+    rows = TASKS["rte"].load(world / "glue")["validation"]
+    with torch.no_grad():
+        answers = [
+            bundle(**tokenizer(a, b, return_tensors="pt")).logits.argmax().item()
+            for a, b in zip(rows["sentence1"], rows["sentence2"], strict=True)
+        ]
+    right = sum(answer == label for answer, label in zip(answers, rows["label"], strict=True))
+    assert read(tmp_path / "out")["models"]["converted"]["accuracy"] == pytest.approx(right / len(answers))

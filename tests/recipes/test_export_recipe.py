@@ -44,7 +44,7 @@ def test_a_folder_becomes_a_file_with_the_same_scores(folder: Path, capsys: pyte
     assert program(**inputs)["logits"].shape == (1, 2)
 
     for arguments, message in (
-        ([str(folder), "--format", "torch"], "overwrite=True"),
+        ([str(folder), "--format", "torch"], "replace it with --overwrite"),
         ([str(folder), "--format", "torch", "--overwrite", "--int8"], "int8 Linears are written for ONNX Runtime"),
         ([str(folder.parent / "glue")], "has no config.json"),
         ([str(folder / "nowhere")], "does not exist"),

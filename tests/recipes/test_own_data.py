@@ -140,8 +140,7 @@ def test_a_csv_with_three_labels(here: Path, capsys: pytest.CaptureFixture[str])
     write_lines(here / "new.jsonl", [{"text": "the film", "label": "good"}, {"text": "the film", "label": "god"}])
     assert score.main(["runs/x", "data.eval_file=new.jsonl"]) == 2
     assert (
-        "new.jsonl, line 2: label is 'god', which is not among the labels of training: bad, good, mixed"
-        in capsys.readouterr().err
+        "new.jsonl, line 2: label is 'god', which is not among the labels: bad, good, mixed" in capsys.readouterr().err
     )
 
 
@@ -283,7 +282,7 @@ def test_every_fault_of_a_csv_has_its_line(here: Path, capsys: pytest.CaptureFix
     assert faults_of(table(train_file="x.csv").load) == expected
     (here / "y.csv").write_text("text,label\nfine,pso\n")
     both = table(train_file="x.csv", eval_file="y.csv")
-    last = "y.csv, line 2: label is 'pso', which is not among the labels of training: neg, pos"
+    last = "y.csv, line 2: label is 'pso', which is not among the labels: neg, pos"
     assert faults_of(both.load) == [*expected, last]
     assert train("data.train_file=x.csv", "data.eval_file=y.csv") == 2
     said = capsys.readouterr().err

@@ -105,7 +105,7 @@ def test_every_fault_of_tagged_words_has_its_line(here: Path) -> None:
     write_lines(here / "y.jsonl", [{"text": ["a"], "label": ["Z"]}])
     task = table(train_file="x.jsonl", eval_file="y.jsonl")
     assert task.label_names == ("X", "Y")
-    fault = "y.jsonl, line 1: label is 'Z', which is not among the labels of training: X, Y"
+    fault = "y.jsonl, line 1: label is 'Z', which is not among the labels: X, Y"
     assert faults_of(lambda: task.load(splits=["validation"])) == [fault]
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import nn
 
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import as_linear, module_at
 from snnk_peft.functional.at_hand import at_hand, wide_on_cpu
@@ -94,6 +94,11 @@ def _replace(
     ffn_out: nn.Linear,
 ) -> Slot:
     site = f"layer.{index}.ffn"
+    if context.family.ffn_norm is None:
+        raise UnsupportedError(
+            f"the family {context.family.name!r} has no ffn_norm, the LayerNorm whose output its FFNs read, from which "
+            "features take the mean and variance of their inputs; name it, if there is one, or use NarrowFFNPart"
+        )
     mean, std = context.input_statistics(f"{layer}.{context.family.ffn_norm}", "the LayerNorm before the FFN")
     options: dict[str, object] = {"append_input": part.linear_path}
     importance = None
