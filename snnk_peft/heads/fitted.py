@@ -56,6 +56,12 @@ class HeadFitReport:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def __str__(self) -> str:
+        return (
+            f"{self.examples:,} examples, {self.degrees:.1f} effective parameters per output, ridge {self.ridge:g}; "
+            f"cross-validated error {self.cross_validated:.3f} of the targets' variance"
+        )
+
 
 class FittedHead:
     """The best head for statistics.

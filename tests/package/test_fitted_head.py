@@ -36,6 +36,7 @@ def test_scores_are_those_of_standardised_ridge_regression(kind: str) -> None:
     expected = torch.from_numpy(peer.predict(vectors.numpy()))
     torch.testing.assert_close(head.scores(vectors), expected, rtol=1e-8, atol=1e-8)
     assert head.report.to_dict()["examples"] == 300
+    assert str(head.report).startswith("300 examples, ")
 
 
 def test_a_column_that_never_changes_is_no_harm() -> None:
