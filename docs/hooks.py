@@ -1,7 +1,8 @@
 """MkDocs hooks. Formulas become MathML; tables come from registries, options and stored results at every build.
 
-A line `<!-- table: NAME -->` on a page becomes what `TABLES[NAME]` returns, from `reference_tables.py` or
-`result_tables.py` beside this file; `written_pages.py` has the pages that are written as a whole.
+A line "*Here `make docs` puts the table `NAME`.*", which says so where pages are read as they are, becomes what
+`TABLES[NAME]` returns, from `reference_tables.py` or `result_tables.py` beside this file; `written_pages.py` has the
+pages that are written as a whole.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 TABLES = {**reference_tables.TABLES, **result_tables.TABLES, **written_pages.TABLES}
-TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
+TABLE = re.compile(r"^\*Here `make docs` puts the table `(\w+)`\.\*$", re.MULTILINE)
 FORMULA = re.compile(r"^\$\$(.+?)\$\$", re.DOTALL)
 # Code and formulas; indented lines are code, too, of docstrings.
 APART = re.compile(r"(^```.*?^```|^ {4}[^\n]*|`[^`\n]+`|\$\$.+?\$\$)", re.DOTALL | re.MULTILINE)

@@ -54,7 +54,7 @@ def test_every_table_is_on_a_page_and_every_name_known(hooks):
     named = {name for page in PAGES for name in hooks.TABLE.findall((DOCS / page).read_text(encoding="utf-8"))}
     assert named == set(hooks.TABLES)
     with pytest.raises(KeyError, match="no_such"):
-        hooks.on_page_markdown("<!-- table: no_such -->\n")
+        hooks.on_page_markdown("*Here `make docs` puts the table `no_such`.*\n")
 
 
 @pytest.mark.parametrize(
