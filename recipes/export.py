@@ -2,7 +2,7 @@
 
     python recipes/export.py runs/rte_adapter data.dir=path/to/glue                 (a run: its best checkpoint)
     python recipes/export.py path/to/bundle --task rte data.dir=path/to/glue --int8
-    python recipes/export.py path/to/bundle --format torch                          (no data: random inputs, no score)
+    python recipes/export.py path/to/bundle --format torch                    (no data: sentences of Python, no score)
 
 The folder may be a run of recipes/finetune.py, a PEFT adapter, a bundle or any transformers model. The file is checked
 on shapes that it was not made from and on the first, the last and six other batches of the task's dev set before it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from snnk_cli.config import ROOT, load_config
 from snnk_cli.evaluation import score
 from snnk_cli.files import check_writable, write_json
 from snnk_cli.lock import alone
+from snnk_cli.modality import Texts, load_tokenizer, positions
 from snnk_cli.models import load_by_class, local_folder
 from snnk_cli.run_folder import environment, settings_of
 from snnk_cli.scoring import check_is_folder, load_classifier
@@ -24,9 +26,11 @@ from snnk_cli.terminal import quiet, show_table
 from snnk_peft import export
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
+from snnk_peft.tasks.stdlib_docs import load_sentences
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 CHECKED = 8  # batches
+TOKENS = 64  # of a sentence
 
 
 def export_model(
@@ -77,10 +81,12 @@ def _export_to(target: Path, folder: Path, overrides: list[str], format: str, in
     splits = None
     if run is None and not overrides:
         model = load_by_class(folder)
+        batches = sentences(model, folder)
     else:
         config = load_config(EvaluateConfig, known, overrides)
         task, model, read = load_classifier(folder, run, config)
         splits = read()[1]
+        batches = some_batches(splits, config.batch_size)
 
     # --- export ------------------------------------------------------------------------------------------------------
     try:
@@ -88,7 +94,7 @@ def _export_to(target: Path, folder: Path, overrides: list[str], format: str, in
             model.eval(),
             format,
             target,
-            batches=None if splits is None else some_batches(splits, config.batch_size),
+            batches=batches,
             int8=int8,
             overwrite=overwrite,
         )
@@ -100,6 +106,31 @@ def _export_to(target: Path, folder: Path, overrides: list[str], format: str, in
     if splits is not None:
         result["task"], result["scores"] = config.task, scores(model, target, task, splits, config.batch_size)
     write_json(target.with_suffix(".metrics.json"), result)
+
+
+def sentences(model: Any, folder: Path) -> list[dict[str, Any]] | None:
+    """Sentences that every Python carries, so that the program has the inputs that the tokenizer makes of texts.
+
+    Args:
+        model: that is exported.
+        folder: of its tokenizer; None is returned without one, and for models that read no texts.
+    """
+    if model.main_input_name != "input_ids" or not Texts().has_reader(folder):
+        return None
+    tokenizer, known = load_tokenizer(str(folder)), inspect.signature(model.forward).parameters
+    texts = sorted((sentence.text for sentence in load_sentences()[1][: 8 * CHECKED]), key=len)
+    padded = tokenizer.pad_token is not None
+    made = [
+        tokenizer(
+            texts[8 * at : 8 * at + (8 if padded else 1)],
+            padding=padded,
+            truncation=True,
+            max_length=min(positions(model) or TOKENS, TOKENS),
+            return_tensors="pt",
+        )
+        for at in range(CHECKED)
+    ]
+    return [{name: value for name, value in batch.items() if name in known} for batch in made]
 
 
 def some_batches(splits: dict[str, Any], size: int) -> list[dict[str, Any]]:

@@ -122,6 +122,8 @@ def test_convert_then_score_export_and_describe(here: Path, capsys: pytest.Captu
     assert snnk("export", "out/bundle", "--table", "dev.csv", "--json") == 0
     exported = printed(capsys)
     assert Path("out/bundle/model.onnx").is_file()
+    assert snnk("export", "out/bundle", "--format", "torch", "--json") == 0
+    assert printed(capsys)["inputs"] == exported["inputs"]  # those that the tokenizer makes, with a table or without
     model, file = exported["scores"].values()
     assert model["accuracy"] == file["accuracy"] == scored["metrics"]["accuracy"]
 
