@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 
     from snnk_cli import scoring  # with torch, for which `--help` need not wait
 
-    given = arguments.folder, overrides, arguments.output, arguments.draws, arguments.draws_seed
+    output = arguments.output or scoring.result_of(arguments.folder)
+    given = arguments.folder, overrides, output, arguments.draws, arguments.draws_seed
     return guarded(lambda: scoring.score_folder(*given, of_sequences))
 
 

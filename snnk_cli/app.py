@@ -188,9 +188,10 @@ def score(
 
     def work() -> int:
         from snnk_cli.files import guarded
-        from snnk_cli.scoring import score_model
+        from snnk_cli.models import local_folder
+        from snnk_cli.scoring import score_folder
 
-        return guarded(lambda: score_model(model, given, output, results))
+        return guarded(lambda: score_folder(local_folder(model), given, output, results=results))
 
     _done(work, as_json, lambda: results[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -106,11 +107,7 @@ def _parameters(folder: Path, pattern: str) -> int:
     total = 0
     for file in folder.glob(pattern):
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - no mapping
-                size = 1
-                for side in tensors.get_slice(name).get_shape():
-                    size *= side
-                total += size
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     return total
 
 

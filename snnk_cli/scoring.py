@@ -20,7 +20,7 @@ from snnk_cli.evaluation import DivergedError, evaluation_splits, repeat_notes, 
 from snnk_cli.files import check_writable, read_json, write_json, writing
 from snnk_cli.lock import alone
 from snnk_cli.modality import modality_of
-from snnk_cli.models import load_trained, local_folder
+from snnk_cli.models import load_trained
 from snnk_cli.processes import launcher_faults
 from snnk_cli.results import load_run
 from snnk_cli.run_folder import environment, settings_of
@@ -52,29 +52,6 @@ Preparer = Callable[[Path, Mapping[str, Any] | None, list[str]], Subject]
 """Reads a folder, with the settings of the run that it is or None, and with those of the command line."""
 
 
-def score_model(name: str, overrides: list[str], output: Path | None, results: list[dict[str, Any]]) -> int:
-    """Score a folder or a model of the Hub; returns the exit code of `score_folder`.
-
-    Args:
-        name: of it.
-        overrides: settings of the command line.
-        output: file of the result, or None for none.
-        results: takes the result.
-    """
-    quiet()
-    folder = local_folder(name)
-    check_is_folder(folder)
-    if output is not None:
-        check_writable(output.parent)
-    subject = of_examples(folder, settings_of(folder), overrides)
-    try:
-        results.append(_score(output, folder, subject, None, 0))
-    except DivergedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 def score_folder(
     folder: Path,
     overrides: list[str],
@@ -82,36 +59,41 @@ def score_folder(
     draws: int | None = None,
     draws_seed: int = 0,
     of_sequences: Preparer | None = None,
+    results: list[dict[str, Any]] | None = None,
 ) -> int:
     """Load, score, write; returns the exit code (0 done, 1 predictions not finite).
 
     Args:
         folder: of what is scored.
         overrides: settings of the command line.
-        output: file of the result; None for one in the folder.
+        output: file of the result, or None for none.
         draws: so many fresh draws of attention's features are scored as well, or None.
         draws_seed: of these.
         of_sequences: reads a run whose examples are long sequences, which a clone knows.
+        results: takes the result.
     """
     quiet()
     if draws is not None and draws < 2:
         raise ConfigError(f"--draws is {draws}; expected 2 or more, of which there is a deviation")
     check_is_folder(folder)
     run = settings_of(folder)
-    output = output or _result_of(folder)
-    check_writable(output.parent)
-    with alone(output) if int(os.environ.get("RANK", "0")) == 0 else nullcontext():
+    if output is not None:
+        check_writable(output.parent)
+    with alone(output) if output is not None and int(os.environ.get("RANK", "0")) == 0 else nullcontext():
         prepare = of_examples if of_sequences is None or run is None or not is_sequence_run(run) else of_sequences
         subject = prepare(folder, run, overrides)
         try:
-            _score(output, folder, subject, draws, draws_seed)
+            found = _score(output, folder, subject, draws, draws_seed)
         except DivergedError as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+        if results is not None:
+            results.append(found)
     return 0
 
 
-def _result_of(folder: Path) -> Path:
+def result_of(folder: Path) -> Path:
+    """Where a folder keeps what it scored."""
     return folder / ("evaluation.json" if (folder / "config.yaml").is_file() else "metrics.json")
 
 

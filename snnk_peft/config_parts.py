@@ -33,7 +33,7 @@ def part_from(where: str, cls: type[Part], given: object) -> tuple[Any, list[str
 
 
 def listed_part(where: str, given: object) -> tuple[Any, list[str]]:
-    """Like `_part_from`, for an entry of `parts`, which names its part."""
+    """Like `part_from`, for an entry of `parts`, which names its part."""
     if isinstance(given, Mapping):
         name = given.get("part")
         if name not in PARTS:

@@ -15,12 +15,11 @@ from typer.testing import CliRunner
 
 from snnk_cli.app import app
 from tests.fresh_process import run_python
-from tests.test_documentation import write_classifier, write_pictures, write_tables
+from tests.test_documentation import FENCE, write_classifier, write_pictures, write_tables
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # Those that take a real encoder through many passes.
 SLOW = {
     "guides/adapt.md",
