@@ -1,0 +1,254 @@
+"""What a user sees of a model: its answers, how far those of another model are from them, and what they depend on.
+
+    logits of classes, words or places      q for p: KL(p ‖ q) in nats; sensitivity by −log p(y), y drawn from p
+    numbers, logits of several labels       squared difference over the variance; by random signs of the outputs
+    embeddings                              of pooled vectors over their lengths, 1 − v·v'; by random directions
+
+No label is read. With g the gradient of the loss of `drawn_loss` at any place inside the model, E g gᵀ is the Fisher
+information of the answers there: a small change δ of that place moves the answers by δᵀ E[g gᵀ] δ (in nats: by half of
+it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.solvers.reduce import ErrorMeter
+from snnk_peft.tuner.slot_layer import root_of
+
+POOLINGS = ("mean", "first", "last")
+OTHER_PROBLEMS = ("regression", "multi_label_classification")
+VECTORS = 2000  # embeddings whose similarities are compared
+NEIGHBOURS = 10
+Rows = dict[str, Tensor]  # by the name of the output
+
+
+class Answers:
+    """Reads the answers of a model, and of others that were made from it, from their outputs.
+
+    Args:
+        model: a transformers model, patched or not.
+        pooling: how token states become one vector where the model gives no logits: their "mean" over the mask, the
+            "first" or the "last" token's.
+
+    Raises:
+        ConfigError: an unknown pooling.
+    """
+
+    def __init__(self, model: Any, pooling: str = "mean"):
+        if pooling not in POOLINGS:
+            raise ConfigError(f"pooling is {pooling!r}; expected one of {', '.join(POOLINGS)}")
+        root = root_of(model)
+        self.pooling, self.problem = pooling, getattr(root.config, "problem_type", None)
+        self.causal = "ForCausalLM" in type(root).__name__
+
+    def read(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Rows:
+        """(n, dim) of each output that counts, without padding: logits, or unit vectors of the embeddings."""
+        mask = inputs.get("attention_mask")
+        logits = {name: value for name, value in outputs.items() if name.endswith("logits") and value is not None}
+        if logits:
+            return {name: _rows(value, mask) for name, value in logits.items()}
+        name = next((name for name in outputs if name.endswith("_embeds")), None)
+        name = name or next(n for n, v in outputs.items() if isinstance(v, Tensor) and v.is_floating_point())
+        pooled = _pooled(outputs[name].float(), mask, self.pooling)
+        return {"embedding": torch.nn.functional.normalize(pooled, dim=-1)}
+
+    def kind(self, name: str, width: int) -> str:
+        """ "classes", "numbers" or "vectors", of an output by its name in `read`, `width` numbers per row."""
+        if not name.endswith("logits"):
+            return "vectors"
+        return "classes" if width > 1 and self.problem not in OTHER_PROBLEMS else "numbers"
+
+    def drawn_loss(self, answers: Rows, generator: torch.Generator) -> Tensor:
+        """Sum over the rows of a loss whose gradients have the Fisher information as their second moment.
+
+        Args:
+            answers: of `read`, with gradients.
+            generator: of the labels, signs and directions that are drawn, on the CPU.
+        """
+        total = torch.zeros(())
+        for name, given in answers.items():
+            rows, kind = given.float(), self.kind(name, given.shape[-1])
+            if kind == "classes":
+                chance = rows.detach().softmax(-1).cpu()
+                drawn = torch.multinomial(chance, 1, generator=generator).squeeze(-1)
+                loss = torch.nn.functional.cross_entropy(rows, drawn.to(rows.device), reduction="sum")
+            else:
+                draws = torch.randn(rows.shape, generator=generator).to(rows.device)
+                loss = ((draws.sign() if kind == "numbers" else draws) * rows).sum()
+            total = total.to(loss.device) + loss
+        return total
+
+    def distances(self, original: Rows, other: Rows) -> Rows:
+        """Distance of each row to the original's, (n,) per output: nats, squares or 1 − cosine; differentiable."""
+        return {name: self._distance(name, rows, other[name]) for name, rows in original.items()}
+
+    def _distance(self, name: str, original: Tensor, other: Tensor) -> Tensor:
+        kind = self.kind(name, original.shape[-1])
+        original, other = (rows if rows.dtype == torch.float64 else rows.float() for rows in (original, other))
+        if kind == "classes":
+            log_p, log_q = original.log_softmax(-1), other.log_softmax(-1)
+            # A class that the original rules out (-inf) adds nothing.
+            return torch.where(log_p.isneginf(), 0.0, log_p.exp() * (log_p - log_q)).sum(-1)
+        if kind == "numbers":
+            return (original - other).square().sum(-1)
+        return 1 - (original * other).sum(-1)
+
+
+class Comparison:
+    """Compares the answers of one model with those of the original, batch by batch.
+
+    Example:
+        >>> import torch
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> tiny = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+        >>> answers = Answers(BertForSequenceClassification(tiny))
+        >>> comparison = Comparison(answers)
+        >>> same = {"logits": torch.tensor([[0.0, 1.0], [1.0, 0.0]])}
+        >>> comparison.update(same, same, {})
+        >>> comparison.figures()
+        {'agreement': 1.0, 'divergence': 0.0}
+    """
+
+    def __init__(self, answers: Answers):
+        self.answers = answers
+        self.sums: dict[str, dict[str, float]] = {}  # by output
+        self.meters: dict[str, ErrorMeter] = {}
+        self.kept: dict[str, list[tuple[Tensor, Tensor]]] = {}  # numbers and vectors
+
+    @torch.no_grad()
+    def update(self, original: Mapping[str, Any], other: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+        """Add the outputs of both for the same inputs."""
+        expected, given = (self.answers.read(outputs, inputs) for outputs in (original, other))
+        for name, rows in expected.items():
+            rows, theirs = rows.double(), given[name].double()
+            sums = self.sums.setdefault(name, {"rows": 0.0, "distance": 0.0, "same": 0.0})
+            sums["rows"] += len(rows)
+            sums["distance"] += float(self.answers._distance(name, rows, theirs).sum())
+            kind = self.answers.kind(name, rows.shape[-1])
+            if kind == "classes":
+                sums["same"] += float((rows.argmax(-1) == theirs.argmax(-1)).sum())
+                if self.answers.causal:
+                    self._told_words(sums, original[name], other[name], inputs)
+            else:
+                if kind == "numbers":
+                    self.meters.setdefault(name, ErrorMeter()).update(rows, theirs)
+                kept = self.kept.setdefault(name, [])
+                if sum(len(each) for each, _ in kept) < VECTORS:
+                    kept.append((rows.cpu(), theirs.cpu()))
+
+    def _told_words(self, sums: dict[str, float], original: Tensor, other: Tensor, inputs: Mapping[str, Any]) -> None:
+        """−log of what each model gives the words that follow in the text."""
+        ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+        if ids is None or original.shape[:2] != ids.shape or ids.shape[1] < 2:
+            return
+        real = (
+            torch.ones_like(ids[:, 1:], dtype=torch.bool) if mask is None else mask[:, 1:].bool() & mask[:, :-1].bool()
+        )
+        for name, logits in (("expected", original), ("given", other)):
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1][real].float(), ids[:, 1:][real], reduction="sum")
+            sums[name] = sums.get(name, 0.0) + float(loss)
+        sums["words"] = sums.get("words", 0.0) + float(real.sum())
+
+    def distance(self) -> float:
+        """The mean distance: nats of logits, 1 − cosine of embeddings, of numbers the squared difference relative to
+        their variance; of several outputs, their mean. 0 for equal answers, NaN if one is no number.
+
+        Raises:
+            ConfigError: no row was compared.
+        """
+        if not self.sums or any(not sums["rows"] for sums in self.sums.values()):
+            raise ConfigError(
+                "the batches that are held out have no token that counts (attention_mask is 0 everywhere), so there is "
+                "nothing to compare outputs on; expected real tokens in every batch"
+            )
+        errors = [
+            self.meters[name].value()
+            if name in self.meters
+            else max(0.0, sums["distance"] / sums["rows"])
+            if sums["distance"] == sums["distance"]
+            else sums["distance"]
+            for name, sums in self.sums.items()
+        ]
+        return sum(errors) / len(errors)
+
+    def figures(self) -> dict[str, float]:
+        """What a user compares; of several outputs, the means.
+
+        Returns:
+            Of classes `agreement`, the share of rows with the same class, and `divergence` in nats; of causal models
+            beside these `perplexity` and `original_perplexity` of the texts; of numbers `correlation` (Pearson) and
+            `difference`, the root of the mean square; of embeddings `cosine` with the original's vectors,
+            `similarity_correlation` (Spearman, of the similarities of all pairs of texts) and `neighbours`, the share
+            of each text's ten nearest that stay among the ten nearest.
+        """
+        found: dict[str, list[float]] = {}
+        for name, sums in self.sums.items():
+            kept = self.kept.get(name)
+            if kept is None:
+                figures = {"agreement": sums["same"] / sums["rows"], "divergence": sums["distance"] / sums["rows"]}
+                if "words" in sums:
+                    for figure, model in (("perplexity", "given"), ("original_perplexity", "expected")):
+                        figures[figure] = math.exp(min(sums[model] / max(1.0, sums["words"]), 700.0))
+            else:
+                original, other = (torch.cat(each) for each in zip(*kept, strict=True))
+                figures = _of_numbers(original, other) if name in self.meters else _of_vectors(original, other)
+                if "cosine" in figures:
+                    figures["cosine"] = 1 - sums["distance"] / sums["rows"]
+            for key, value in figures.items():
+                found.setdefault(key, []).append(value)
+        return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def _of_numbers(original: Tensor, other: Tensor) -> dict[str, float]:
+    pair = torch.stack((original.flatten(), other.flatten()))
+    return {
+        "correlation": float(torch.corrcoef(pair)[0, 1]) if pair.shape[1] > 1 else float("nan"),
+        "difference": float((pair[0] - pair[1]).square().mean().sqrt()),
+    }
+
+
+def _of_vectors(original: Tensor, other: Tensor) -> dict[str, float]:
+    figures = {"cosine": float((original * other).sum(-1).mean())}
+    count = len(original)
+    if count > 2:
+        apart = torch.triu_indices(count, count, 1)
+        alike = [rows @ rows.T for rows in (original, other)]
+        ranks = [each[apart[0], apart[1]].argsort().argsort().double() for each in alike]
+        figures["similarity_correlation"] = float(torch.corrcoef(torch.stack(ranks))[0, 1])
+        most = min(NEIGHBOURS, count - 1)
+        near = [each.fill_diagonal_(-torch.inf).topk(most).indices for each in alike]
+        figures["neighbours"] = float((near[0].unsqueeze(2) == near[1].unsqueeze(1)).any(2).double().mean())
+    return figures
+
+
+def _rows(output: Tensor, mask: Any) -> Tensor:
+    """(n, classes) without padding, where the output has a row for every token, or for every pixel of a map."""
+    if output.ndim == 4:  # (batch, classes, height, width)
+        output = output.movedim(1, -1)
+    rows = output.reshape(-1, output.shape[-1])
+    if output.ndim == 3 and isinstance(mask, Tensor) and mask.shape == output.shape[:-1]:
+        return rows[mask.bool().flatten()]
+    return rows
+
+
+def _pooled(states: Tensor, mask: Any, pooling: str) -> Tensor:
+    """(batch, dim) of states (batch, tokens, dim), (batch, dim, height, width) or (batch, dim)."""
+    if states.ndim == 4:
+        return states.mean((2, 3))
+    if states.ndim != 3:
+        return states
+    if not isinstance(mask, Tensor) or mask.shape != states.shape[:-1]:
+        mask = torch.ones(states.shape[:-1], device=states.device)
+    weight = mask.to(states).unsqueeze(-1)
+    if pooling == "mean":
+        return (states * weight).sum(1) / weight.sum(1).clamp_min(1)
+    place = weight.squeeze(-1).long()
+    at = place.argmax(1) if pooling == "first" else place.shape[1] - 1 - place.flip(1).argmax(1)
+    return states[torch.arange(len(states), device=states.device), at]
