@@ -1,12 +1,12 @@
 """What a user sees of a model: its answers, how far those of another model are from them, and what they depend on.
 
-    logits of classes, words or places      q for p: KL(p ‖ q) in nats; sensitivity by −log p(y), y drawn from p
-    numbers, logits of several labels       squared difference over the variance; by random signs of the outputs
-    embeddings                              of pooled vectors over their lengths, 1 − v·v'; by random directions
+    logits z of classes, words or places    q for p: KL(p ‖ q) in nats; drawn: Σ s √p (z − p·z), with random signs s
+    numbers, logits of several labels       squared difference over the variance; drawn: s·z
+    embeddings                              of pooled vectors over their lengths, 1 − v·v'; drawn: ε·v, ε normal
 
 No label is read. With g the gradient of the loss of `drawn_loss` at any place inside the model, E g gᵀ is the Fisher
 information of the answers there: a small change δ of that place moves the answers by δᵀ E[g gᵀ] δ (in nats: by half of
-it).
+it). Labels drawn from p give the same second moment, diag p − p pᵀ at the logits, but few of them would decide it.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Answers:
         if pooling not in POOLINGS:
             raise ConfigError(f"pooling is {pooling!r}; expected one of {', '.join(POOLINGS)}")
         root = root_of(model)
-        self.pooling, self.problem = pooling, getattr(root.config, "problem_type", None)
+        self.pooling, self.problem = pooling, getattr(getattr(root, "config", None), "problem_type", None)
         self.causal = "ForCausalLM" in type(root).__name__
 
-    def read(self, outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Rows:
+    def read(self, outputs: Any, inputs: Mapping[str, Any]) -> Rows:
         """(n, dim) of each output that counts, without padding: logits, or unit vectors of the embeddings."""
-        mask = inputs.get("attention_mask")
+        mask, outputs = inputs.get("attention_mask"), _named(outputs)
         logits = {name: value for name, value in outputs.items() if name.endswith("logits") and value is not None}
         if logits:
             return {name: _rows(value, mask) for name, value in logits.items()}
@@ -70,17 +70,21 @@ class Answers:
 
         Args:
             answers: of `read`, with gradients.
-            generator: of the labels, signs and directions that are drawn, on the CPU.
+            generator: of the signs and directions that are drawn, on the CPU.
         """
         total = torch.zeros(())
         for name, given in answers.items():
             rows, kind = given.float(), self.kind(name, given.shape[-1])
             if kind == "classes":
-                chance = rows.detach().softmax(-1).cpu()
-                drawn = torch.multinomial(chance, 1, generator=generator).squeeze(-1)
-                loss = torch.nn.functional.cross_entropy(rows, drawn.to(rows.device), reduction="sum")
+                p = rows.detach().softmax(-1)
+                if rows.shape[-1] == 2:  # without any noise: √(p q) (z − z')
+                    signs = _draws(rows[:, 0], generator).sign()
+                    loss = (signs * p.prod(-1).sqrt() * (rows[:, 0] - rows[:, 1])).sum()
+                else:
+                    centred = rows - (p * rows).sum(-1, keepdim=True)
+                    loss = (_draws(rows, generator).sign() * p.sqrt() * centred).sum()
             else:
-                draws = torch.randn(rows.shape, generator=generator).to(rows.device)
+                draws = _draws(rows, generator)
                 loss = ((draws.sign() if kind == "numbers" else draws) * rows).sum()
             total = total.to(loss.device) + loss
         return total
@@ -123,7 +127,7 @@ class Comparison:
         self.kept: dict[str, list[tuple[Tensor, Tensor]]] = {}  # numbers and vectors
 
     @torch.no_grad()
-    def update(self, original: Mapping[str, Any], other: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    def update(self, original: Any, other: Any, inputs: Mapping[str, Any]) -> None:
         """Add the outputs of both for the same inputs."""
         expected, given = (self.answers.read(outputs, inputs) for outputs in (original, other))
         for name, rows in expected.items():
@@ -135,7 +139,7 @@ class Comparison:
             if kind == "classes":
                 sums["same"] += float((rows.argmax(-1) == theirs.argmax(-1)).sum())
                 if self.answers.causal:
-                    self._told_words(sums, original[name], other[name], inputs)
+                    self._told_words(sums, _named(original)[name], _named(other)[name], inputs)
             else:
                 if kind == "numbers":
                     self.meters.setdefault(name, ErrorMeter()).update(rows, theirs)
@@ -204,6 +208,17 @@ class Comparison:
             for key, value in figures.items():
                 found.setdefault(key, []).append(value)
         return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def _draws(like: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.randn(like.shape, generator=generator).to(like.device)
+
+
+def _named(outputs: Any) -> Mapping[str, Any]:
+    """Outputs by name; a tuple or a tensor, of a model that gives no names, holds one."""
+    if isinstance(outputs, Mapping):
+        return outputs
+    return {"output": outputs if isinstance(outputs, Tensor) else outputs[0]}
 
 
 def _of_numbers(original: Tensor, other: Tensor) -> dict[str, float]:

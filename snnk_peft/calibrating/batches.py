@@ -19,6 +19,7 @@ from snnk_peft.functional.at_hand import place_of
 from snnk_peft.repeats import LABELS, count_repeated, label_note, rows
 from snnk_peft.solvers.reduce import gathered, global_index, process
 
+IMAGE_TOKENS = 196  # of an image of the usual size
 Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
 
@@ -133,6 +134,17 @@ def is_held_out(index: int, fraction: float) -> bool:
     return int((index + 1) * fraction + 0.5) > int(index * fraction + 0.5)
 
 
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """Count the real tokens of a batch; for images approximately."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return int((mask != 0).sum())
+    main = next((value for value in batch.values() if isinstance(value, torch.Tensor)), None)
+    if main is None:
+        return 0
+    return main.numel() if main.ndim == 2 else IMAGE_TOKENS * len(main)
+
+
 class Survey:
     """The result of reading all batches once; iterate over it to read them again, any number of times.
 
@@ -141,6 +153,7 @@ class Survey:
 
     Attributes:
         total: number of batches of this process.
+        tokens: in all of them, about.
         faults: messages about all that is wrong with them.
         padding: tokens that stand where a mask leaves them out.
 
@@ -160,10 +173,12 @@ class Survey:
         self._warned = False
         check, known = InputCheck(model), HeldOutRows()
         self.padding: set[int] = set()
+        self.tokens = 0
         for index, given in enumerate(read(batches)):
             if (batch := check.look(index, given)) is None:
                 break  # nothing that could be counted
             self.padding |= masked_tokens(batch)
+            self.tokens += tokens_of(batch)
             row_digests = list(rows(batch))
             known.add(row_digests, is_held_out(index, held_out))
             self._first_rows.append(row_digests[0] if row_digests else None)

@@ -1,11 +1,13 @@
 """calibrate: fit every slot that can be fitted to the module it replaces, on real activations.
 
 Schedules the passes: front to back, as often as each slot's fitter (`Slot.fitter`, in parts/) reads the batches.
-Inputs come from the stack as fitted so far, so a later layer repairs what an earlier one got wrong.
+Inputs come from the stack as fitted so far; targets are the original's answers to them, and with metric="output" also
+what the original's stream is ahead by, so that a later layer repairs what an earlier one got wrong.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -20,9 +22,9 @@ from tqdm.auto import tqdm
 from snnk_peft.arguments import numbers_faults
 from snnk_peft.calibrating.adapters import adapters_with_rows, calibrate_adapters
 from snnk_peft.calibrating.attention import fit_attention, learned_kernels, loss_of
-from snnk_peft.calibrating.batches import Batches, Survey
+from snnk_peft.calibrating.batches import Batches, Survey, model_inputs
 from snnk_peft.calibrating.guards import all_or_nothing, common_faults, evaluating, named_padding, refuse_not_finite
-from snnk_peft.calibrating.passes import SlotInputs, StoredInputs, execution_order
+from snnk_peft.calibrating.passes import Behind, SlotInputs, StoredInputs, execution_order
 from snnk_peft.calibrating.report import (
     AdapterReport,
     CalibrationReport,
@@ -30,7 +32,10 @@ from snnk_peft.calibrating.report import (
     warn_of_few_tokens,
     warn_of_poor_attention,
 )
-from snnk_peft.errors import ConfigError, NumericalError
+from snnk_peft.calibrating.sensitivity import sensitivities
+from snnk_peft.calibrating.streams import Place, originals, stands_in, sum_behind
+from snnk_peft.errors import ConfigError, NumericalError, UnsupportedError
+from snnk_peft.families import family_of
 from snnk_peft.families.base import unwrap
 from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
 from snnk_peft.functional.at_hand import offloaded
@@ -42,6 +47,7 @@ from snnk_peft.tuner.given_model import no_adapter, takes_model
 from snnk_peft.tuner.slot_layer import SlotLayer, active_module, original_path, root_of
 
 HELD_OUT = 0.2
+METRICS = ("output", "local")
 
 
 @takes_model
@@ -54,6 +60,7 @@ def calibrate(
     ridges: Sequence[float] | None = None,
     refit: bool = True,
     steps: int = 0,
+    metric: str = "output",
     progress: bool = True,
 ) -> CalibrationReport | AdapterReport:
     """Fit the replaced FFN blocks, pooler, attention, heads and low-rank layers of a patched model to the originals.
@@ -87,6 +94,10 @@ def calibrate(
             lower the error after the contraction, on a sample of 16,384 tokens; what does not lower it on held-out
             tokens is not taken. 200 take one to three seconds a layer. A narrower FFN moves all of its matrices in
             the same way. 0 for the closed form alone.
+        metric: what errors are measured by. "output": by what they do to the answers of the model (logits, or the
+            pooled embedding), of which one pass takes gradients, without labels; targets then make good as well what
+            layers in front got wrong, as far as held-out tokens say that this helps. "local": by the output of the
+            replaced module alone, whose answers to what it is given are the target; no gradients are needed.
         progress: show a progress bar with an estimate.
 
     Returns:
@@ -131,6 +142,8 @@ def calibrate(
         faults.append(f"landmarks is {landmarks!r}; expected one of {', '.join(RULES)}")
     if type(steps) is not int or steps < 0:
         faults.append(f"steps is {steps!r}; expected an integer >= 0")
+    if metric not in METRICS:
+        faults.append(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
     faults += numbers_faults("ridges", ridges, low=0)
     options = FitOptions(landmarks, ridges, refit, steps)
     if not slots:
@@ -152,13 +165,14 @@ def calibrate(
         raise ConfigError(faults)
     refuse_not_finite(model)
     with all_or_nothing(model), named_padding(model, survey.padding):
-        reports, remarks = _fit_all(model, slots, survey, held_out, options, progress)
+        reports, remarks = _fit_all(model, slots, survey, held_out, options, metric == "output", progress)
         settings = {
             "landmarks": landmarks,
             "held_out": held_out,
             "ridges": list(ridges),
             "refit": refit,
             "steps": steps,
+            "metric": metric,
             "batches": survey.total,
             "processes": processes(),
         }
@@ -178,11 +192,16 @@ def _fit_all(
     survey: Survey,
     held_out: float,
     options: FitOptions,
+    by_output: bool,
     progress: bool,
 ) -> tuple[list[SlotReport], list[str]]:
     with evaluating(model):
         fitters = {name: fitter_of(model, layer, options) for name, layer in slots.items()}
-        order = execution_order(model, slots, survey)
+        standing = {name: each for name, each in model.named_modules() if isinstance(each, SlotLayer)}
+        standing = {name: each for name, each in standing.items() if any(map(stands_in, each.active_slots()))}
+        first = model_inputs(model, next(iter(survey))[1])
+        reached = execution_order(model, standing, first)
+        order = {name: runs for name, runs in reached.items() if name in slots}
         fitters = {name: fitters[name] for name in order}
         if processes() > 1 and (alone := [name for name in order if not fitters[name].reduces]):
             kinds = sorted({type(fitters[name]).__name__ for name in alone})
@@ -190,21 +209,49 @@ def _fit_all(
                 f"{', '.join(kinds)} (of {', '.join(alone)}) reads one process's share of the data only, and there are "
                 f"{processes()}; expected a Fitter with reduces = True. Calibrate in one process and load the result"
             )
-        passes = sum(fitter.reads for fitter in fitters.values())
+        judged = {name: fitter.counted for name, fitter in fitters.items() if by_output and fitter.counted is not None}
+        passes = sum(fitter.reads for fitter in fitters.values()) + bool(judged)
         quiet = not progress or process() > 0
+        root = root_of(model)
         with (
-            StoredInputs(root_of(model)) as stored,
+            StoredInputs(root) as stored,
             tqdm(total=passes * survey.total, desc="calibrate", unit="batch", disable=quiet) as bar,
         ):
+            sensed = {}
+            if judged:
+                with originals(standing):
+                    places = {path: root.get_submodule(path) for path in judged.values()}
+                    sensed = sensitivities(model, places, survey, 0, bar.update)
             reports = []
-            for name, runs in order.items():
-                start = partial(stored.one_pass, model, name, slots[name], runs)
-                data = SlotInputs(model, slots[name], fitters[name], runs, survey, held_out, bar, start)
-                reports.append(_fit_slot(name, slots[name], fitters[name], data))
-                same_everywhere(slots[name].snnk_slots)
+            names = list(reached)
+            for number, (name, runs) in enumerate(order.items()):
+                layer, fitter, weights, behind = slots[name], fitters[name], None, None
+                if name in judged:
+                    found = sensed[judged[name]]
+                    fitter.metric, weights = found.root(), found.weights
+                    if number and runs == 1:
+                        place = _sum_behind(model, judged[name], standing, first)
+                        rest = {each: standing[each] for each in names[names.index(name) :]}
+                        whole = partial(stored.one_pass, model, name, layer, runs, "original")
+                        behind = Behind(place, rest, standing, whole)
+                start = partial(stored.one_pass, model, name, layer, runs)
+                data = SlotInputs(model, layer, fitter, runs, survey, held_out, bar, start, weights, behind)
+                reports.append(_fit_slot(name, layer, fitter, data))
+                same_everywhere(layer.snnk_slots)
                 torch.clear_autocast_cache()  # the caller's autocast would go on with copies of what was there before
     said = [fitter.remark for fitter in fitters.values() if fitter.remark is not None]
     return reports, list(dict.fromkeys(said))
+
+
+def _sum_behind(model: nn.Module, path: str, standing: Mapping[str, SlotLayer], inputs: Mapping[str, Any]) -> Place:
+    """Where the output at `path`, by which a slot is judged, enters the stream."""
+    root = root_of(model)
+    layers: list[str] = []
+    with contextlib.suppress(UnsupportedError):
+        layers = family_of(root).layer_paths(root)
+    inside = next((each for each in layers if f"{path}.".startswith(f"{each}.")), path)
+    with originals(standing):
+        return sum_behind(root, path, root.get_submodule(inside), lambda: model(**inputs))
 
 
 @dataclass(frozen=True)
@@ -212,7 +259,15 @@ class _FitPlace:
     """A `FitPlace`: one slotted module of a model."""
 
     root: nn.Module
-    original: nn.Module
+    layer: SlotLayer
+
+    @property
+    def path(self) -> str:
+        return original_path(next(name for name, module in self.root.named_modules() if module is self.layer))
+
+    @property
+    def original(self) -> nn.Module:
+        return unwrap(self.layer.base_layer)
 
     def original_at(self, path: str) -> nn.Module:
         return unwrap(self.root.get_submodule(path))
@@ -230,7 +285,7 @@ def fitter_of(model: nn.Module, layer: SlotLayer, options: FitOptions) -> Fitter
     """Return the fitter for the slot of a layer that can be fitted."""
     slot = slot_to_fit(layer)
     assert slot is not None
-    fitter = slot.fitter(_FitPlace(root_of(model), unwrap(layer.base_layer)), options)
+    fitter = slot.fitter(_FitPlace(root_of(model), layer), options)
     assert fitter is not None
     return fitter
 

@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,9 +27,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from snnk_peft.calibrating.batches import Survey, is_held_out, model_inputs
+from snnk_peft.calibrating.streams import Found, Place, originals, reading
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
-from snnk_peft.layers.slots import Call, Fitter
+from snnk_peft.functional.precision import wide
+from snnk_peft.layers.slots import Call, Fitter, Given, real_tokens
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path, root_of
 
 Run = Callable[[int, Mapping[str, Any]], object]
@@ -38,46 +41,32 @@ class _Reached(Exception):  # noqa: N818 - control flow, not an error
     """Ends a forward pass at the slot whose input is wanted."""
 
 
-def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], batches: Survey) -> dict[str, int]:
-    """Slot names in the order in which a forward pass reaches them, and how often it does (shared layers: several)."""
+def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], inputs: Mapping[str, Any]) -> dict[str, int]:
+    """Names in the order in which a forward pass reaches these, and how often it does (shared layers: several)."""
     order: list[str] = []
     names = {layer: name for name, layer in slots.items()}
     with contextlib.ExitStack() as hooks, torch.no_grad():
         for layer in names:
             hooks.enter_context(layer.register_forward_pre_hook(lambda module, args: order.append(names[module])))
-        model(**model_inputs(model, next(iter(batches))[1]))
+        model(**inputs)
     return Counter(order)
 
 
-def _slot_calls(
-    model: nn.Module, layer: SlotLayer, fitter: Fitter, runs: int, batches: Survey, bar: Any, run: Run
-) -> Iterator[tuple[int, list[Call]]]:
-    """Yield (batch index, calls of a slot) from the stack as it is now; stops each pass there.
+@dataclass(frozen=True)
+class Behind:
+    """Where the stream behind a slot is compared with the original's.
 
-    A layer that runs several times gives the inputs of all runs, with the original in its place: what the replacement
-    would make of the earlier ones is not known before it is fitted.
+    Args:
+        place: of the sum.
+        converted: what has not been fitted yet, this slot and what belongs to it included.
+        all: everything that stands in for something.
+        start: of a pass of the original; as that of the converted model.
     """
-    caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-    def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caught.append((args, kwargs))
-        if len(caught) == runs:
-            raise _Reached
-
-    with layer.register_forward_pre_hook(catch, with_kwargs=True):
-        for index, batch in batches:
-            inputs = model_inputs(model, batch)
-            with torch.no_grad(), _as_it_was(model, layer, fitter.together, runs), contextlib.suppress(_Reached):
-                run(index, inputs)
-            if len(caught) < runs:
-                raise ConfigError(
-                    f"batch {index} runs it {len(caught)} times, and batch 0 {runs} times; expected batches of the "
-                    "same kind of inputs"
-                )
-            mask = inputs.get("attention_mask")
-            yield index, [Call(*each, mask) for each in caught]
-            caught.clear()
-            bar.update()
+    place: Place
+    converted: Mapping[str, SlotLayer]
+    all: Mapping[str, SlotLayer]
+    start: Callable[[], AbstractContextManager[Run]]
 
 
 @contextlib.contextmanager
@@ -97,7 +86,22 @@ def _as_it_was(model: nn.Module, layer: SlotLayer, together: Sequence[str], runs
 
 
 class SlotInputs:
-    """One streaming pass per iteration: (is it held out?, inputs of the slot, or its calls).
+    """One streaming pass per iteration: (is it held out?, inputs of the slot, or its calls; or a `Given`).
+
+    A layer that runs several times gives the inputs of all runs, with the original in its place: what the replacement
+    would make of the earlier ones is not known before it is fitted.
+
+    Args:
+        model: the patched model, everything in front of the slot fitted.
+        layer: where the slot is.
+        fitter: of the slot.
+        runs: how often the layer runs in a pass.
+        batches: to read.
+        held_out: the share that is not fitted.
+        bar: the progress bar.
+        start: of a pass of the model.
+        weights: of the tokens of a batch, by its number; None without a metric.
+        behind: where streams are compared; None if nothing in front is converted.
 
     Attributes:
         at: number of the batch that is looked at, None between passes.
@@ -113,25 +117,87 @@ class SlotInputs:
         held_out: float,
         bar: Any,
         start: Callable[[], AbstractContextManager[Run]],
+        weights: Callable[[int], torch.Tensor | None] | None = None,
+        behind: Behind | None = None,
     ):
-        self.inputs, self.start = (model, layer, fitter, runs, batches, bar), start
-        self.fitter, self.held_out = fitter, held_out
+        self.model, self.layer, self.fitter, self.runs = model, layer, fitter, runs
+        self.batches, self.held_out, self.bar, self.start = batches, held_out, bar, start
+        self.weights, self.behind = weights, behind
         self.at: int | None = None
 
     def __iter__(self) -> Iterator[tuple[bool, Any]]:
         self.at = 0
-        with self.start() as run:
-            for index, calls in _slot_calls(*self.inputs, run):
+        caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+        def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if len(caught) == self.runs:
+                return
+            caught.append((args, kwargs))
+            if len(caught) == self.runs and self.behind is None:
+                raise _Reached
+
+        with contextlib.ExitStack() as passes:
+            run = passes.enter_context(self.start())
+            whole = None if self.behind is None else passes.enter_context(self.behind.start())
+            passes.enter_context(self.layer.register_forward_pre_hook(catch, with_kwargs=True))
+            for index, batch in self.batches:
                 self.at = index
+                inputs = model_inputs(self.model, batch)
+                behind = self._run(run, index, inputs)
+                if len(caught) < self.runs:
+                    raise ConfigError(
+                        f"batch {index} runs it {len(caught)} times, and batch 0 {self.runs} times; expected batches "
+                        "of the same kind of inputs"
+                    )
+                calls = [Call(*each, inputs.get("attention_mask")) for each in caught]
                 rows = torch.cat([self.fitter.rows(_first(call), call.mask) for call in calls])
                 if wrong := int((~torch.isfinite(rows)).any(-1).sum()):
                     raise ValueError(
                         f"{wrong} of {len(rows)} inputs hold NaN or infinity; expected finite numbers. Look at this "
                         "batch, or run the model in fp32 or bf16"
                     )
-                yield is_held_out(index, self.held_out), calls if self.fitter.calls else rows
+                given: Any = calls if self.fitter.calls else rows
+                if self.weights is not None:
+                    weight = self.weights(index)
+                    missing = None if whole is None else self._original(whole, index, inputs) - behind
+                    given = Given(given, weight, missing)
+                caught.clear()
+                yield is_held_out(index, self.held_out), given
+                self.bar.update()
                 self.at = index + 1
         self.at = None
+
+    def _run(self, run: Run, index: int, inputs: Mapping[str, Any]) -> Any:
+        """Run the converted model up to the slot, or to the sum behind it, which is returned (n, out)."""
+        seen: list[torch.Tensor] = []
+        with (
+            torch.no_grad(),
+            _as_it_was(self.model, self.layer, self.fitter.together, self.runs),
+            contextlib.ExitStack() as inside,
+            contextlib.suppress(_Reached, Found),
+        ):
+            if self.behind is not None:
+                inside.enter_context(originals(self.behind.converted))
+                inside.enter_context(reading(self.behind.place, seen))
+            run(index, inputs)
+        return None if self.behind is None else self._rows(seen, inputs)
+
+    def _original(self, run: Run, index: int, inputs: Mapping[str, Any]) -> Any:
+        """The same sum in the original."""
+        assert self.behind is not None
+        seen: list[torch.Tensor] = []
+        with (
+            torch.no_grad(),
+            originals(self.behind.all),
+            reading(self.behind.place, seen),
+            contextlib.suppress(Found),
+        ):
+            run(index, inputs)
+        return self._rows(seen, inputs)
+
+    @staticmethod
+    def _rows(seen: list[torch.Tensor], inputs: Mapping[str, Any]) -> Any:
+        return real_tokens(wide(seen[0]), inputs.get("attention_mask"))
 
 
 def _first(call: Call) -> torch.Tensor:
@@ -144,6 +210,8 @@ class _Seen(Exception):  # noqa: N818 - control flow, not an error
 
 class StoredInputs:
     """Hidden states at the front of layers, batch by batch; a context, which deletes them in the end.
+
+    The converted model and the original each have a stream of their own.
 
     Args:
         root: the transformers model inside PEFT's wrapper; one that no family describes always runs in full.
@@ -158,7 +226,8 @@ class StoredInputs:
             self.paths = family_of(root).layer_paths(root)
         self.layers = [root.get_submodule(path) for path in self.paths]
         self.usable = True
-        self._kept: dict[int, tuple[int, bytes]] = {}  # batch -> the layer whose input is stored, digest of the batch
+        # (stream, batch) -> the layer whose input is stored, digest of the batch
+        self._kept: dict[tuple[str, int], tuple[int, bytes]] = {}
 
     def __enter__(self) -> StoredInputs:
         self._folder = tempfile.TemporaryDirectory(prefix="snnk-calibrate-")
@@ -170,35 +239,37 @@ class StoredInputs:
         self._folder.cleanup()
 
     @contextlib.contextmanager
-    def one_pass(self, model: Callable[..., Any], name: str, slot: nn.Module, runs: int) -> Iterator[Run]:
+    def one_pass(
+        self, model: Callable[..., Any], name: str, slot: nn.Module, runs: int, stream: str = "converted"
+    ) -> Iterator[Run]:
         """A function (batch index, inputs) that runs the model up to a slot, for one pass over the batches.
 
         Everything in front of the slot must be as it will stay.
         """
         path = original_path(name)
         inside = [index for index, layer in enumerate(self.paths) if f"{path}.".startswith(f"{layer}.")]
-        known = [layer for layer, _ in self._kept.values()]
+        known = [layer for (of, _), (layer, _) in self._kept.items() if of == stream]
         if runs > 1 or not self.usable or not (inside or known):
             yield lambda index, inputs: model(**inputs)
             return
         # Behind the last layer (a pooler) nothing further is stored.
-        one = _Pass(self, model, slot, inside[0] if inside else max(known))
+        one = _Pass(self, model, slot, inside[0] if inside else max(known), stream)
         with self.layers[one.layer].register_forward_pre_hook(one.keep, with_kwargs=True):
             yield one.run
 
-    def load(self, index: int, digest: bytes, layer: int) -> tuple[int, torch.Tensor] | None:
+    def load(self, batch: tuple[str, int], digest: bytes, layer: int) -> tuple[int, torch.Tensor] | None:
         """Return the last layer up to `layer` with a stored input for this batch, and this input, or None."""
-        kept = self._kept.get(index)
+        kept = self._kept.get(batch)
         if kept is None or kept[1] != digest or kept[0] > layer:
             return None
-        return kept[0], load_file(self._file(index))["hidden"]
+        return kept[0], load_file(self._file(batch))["hidden"]
 
-    def save(self, index: int, digest: bytes, layer: int, hidden: torch.Tensor) -> None:
+    def save(self, batch: tuple[str, int], digest: bytes, layer: int, hidden: torch.Tensor) -> None:
         """Store the input of a layer, replacing the earlier one of this batch."""
-        if self._kept.get(index) == (layer, digest):
+        if self._kept.get(batch) == (layer, digest):
             return
         try:
-            save_file({"hidden": hidden.detach().contiguous().cpu()}, self._file(index))
+            save_file({"hidden": hidden.detach().contiguous().cpu()}, self._file(batch))
         except (OSError, SafetensorError) as error:
             self.usable = False
             warnings.warn(
@@ -209,23 +280,23 @@ class StoredInputs:
                 stacklevel=2,
             )
             return
-        self._kept[index] = layer, digest
+        self._kept[batch] = layer, digest
 
-    def _file(self, index: int) -> Path:
-        return Path(self._folder.name) / f"{index}.safetensors"
+    def _file(self, batch: tuple[str, int]) -> Path:
+        return Path(self._folder.name) / f"{batch[0]}-{batch[1]}.safetensors"
 
 
 class _Pass:
     """One pass; see `StoredInputs.one_pass`."""
 
-    def __init__(self, store: StoredInputs, model: Callable[..., Any], slot: nn.Module, layer: int):
-        self.store, self.model, self.slot, self.layer = store, model, slot, layer
+    def __init__(self, store: StoredInputs, model: Callable[..., Any], slot: nn.Module, layer: int, stream: str):
+        self.store, self.model, self.slot, self.layer, self.stream = store, model, slot, layer, stream
         self.checked = False
-        self.now: tuple[int, bytes] = 0, b""
+        self.now: tuple[tuple[str, int], bytes] = (stream, 0), b""
 
     def run(self, index: int, inputs: Mapping[str, Any]) -> None:
         """Run the model for one batch; an exception that ends it at the slot passes through."""
-        self.now = index, _digest(inputs)
+        self.now = (self.stream, index), _digest(inputs)
         stored = self.store.load(*self.now, self.layer) if self.store.usable else None
         if stored is None:
             self.model(**inputs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -105,8 +105,12 @@ class FitPlace(Protocol):
     """A module with slots in a model that is calibrated.
 
     Attributes:
+        path: its path in the unpatched model.
         original: the module that the slot replaces.
     """
+
+    @property
+    def path(self) -> str: ...
 
     @property
     def original(self) -> nn.Module: ...
@@ -116,6 +120,35 @@ class FitPlace(Protocol):
 
     def active_at(self, path: str) -> nn.Module:
         """The module in use there: a trained copy, or the original."""
+
+
+class Given(NamedTuple):
+    """What a fitter with `Fitter.counted` reads of one batch.
+
+    Args:
+        inputs: rows (n, dim), or with `Fitter.calls` the calls, which hold n rows together.
+        weight: (n,), how much the error of each row counts, 1 on the average; None for all alike.
+        missing: (n, out), what the original's stream is ahead of the converted model's behind the counted module, with
+            the original in this place; None where both are the same so far.
+    """
+
+    inputs: Any
+    weight: torch.Tensor | None = None
+    missing: torch.Tensor | None = None
+
+    def split(self, rows: int) -> Iterator[Given]:
+        """The same with so many rows at a time."""
+        for start in range(0, len(self.inputs), rows):
+            yield Given(*(None if each is None else each[start : start + rows] for each in self))
+
+    def target(self, output: torch.Tensor) -> torch.Tensor:
+        """What is wanted where the original gives `output` (n, out): what is missing as well."""
+        return output if self.missing is None else output + self.missing.to(output)
+
+
+def as_given(read: Any) -> Given:
+    """What a fitter reads of a batch, with or without a metric."""
+    return read if isinstance(read, Given) else Given(read)
 
 
 @dataclass(frozen=True)
@@ -179,9 +212,15 @@ class Fitter:
             does not when there are several; what process 0 fitted then goes to all.
         remark: a warning for the user of the fitted model, set by `fit`; `calibrate` issues it once for all slots with
             the same text.
+        counted: path in the unpatched model of the module whose output the fit is judged by. With a `metric`, `fit`
+            reads a `Given` of each batch, and its target is the original's output plus what is `missing`.
+        metric: (out, out), root R of the metric of that output: an error δ counts ‖Rδ‖². Set before `fit`; None counts
+            what a fitter without `counted` does.
     """
 
     remark: str | None = None
+    counted: str | None = None
+    metric: torch.Tensor | None = None
     reads = 1
     calls = False
     reduces = False

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
+from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs, tokens_of
 from snnk_peft.calibrating.calibrate import fitter_of, slot_to_fit
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.slots import Call, FitOptions, Fitter
@@ -24,20 +24,8 @@ from snnk_peft.solvers.ridge import DEFAULT_RIDGES
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 HELD_OUT = 0.3
-IMAGE_TOKENS = 196  # of an image of the usual size
 OPTIONS = FitOptions(landmarks="greedy", ridges=DEFAULT_RIDGES, refit=False)
 Errors = dict[tuple[int, "int | None"], float]  # by number of the template and layer
-
-
-def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Count the real tokens of a batch; for images approximately."""
-    mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        return int((mask != 0).sum())
-    main = next((value for value in batch.values() if isinstance(value, torch.Tensor)), None)
-    if main is None:
-        return 0
-    return main.numel() if main.ndim == 2 else IMAGE_TOKENS * len(main)
 
 
 class Sample:

@@ -19,7 +19,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from snnk_peft.arguments import in_words, path_of
-from snnk_peft.calibrating.batches import Batches, checked_one, model_inputs
+from snnk_peft.calibrating.batches import IMAGE_TOKENS, Batches, checked_one, model_inputs
 from snnk_peft.calibrating.guards import named_padding, refuse_not_finite, refuse_overflow
 from snnk_peft.config import SNNKConfig
 from snnk_peft.config_parts import part_name
@@ -30,7 +30,7 @@ from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import Places, Template, default_templates, places
 from snnk_peft.planning.choose import Offer, Point, apart, pareto
 from snnk_peft.planning.costs import OF, Measure
-from snnk_peft.planning.damage import IMAGE_TOKENS, Errors, Sample, fit_all, measure_damage
+from snnk_peft.planning.damage import Errors, Sample, fit_all, measure_damage
 from snnk_peft.planning.result import POINTS, Candidate, Plan
 from snnk_peft.tuner.given_model import refuse_patched, refuse_prepared, takes_model
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
-from snnk_peft.solvers.reduce import pooled_mean, summed
+from snnk_peft.solvers.reduce import pooled_mean, summed, summed_number
 from snnk_peft.solvers.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
 
 RULES = ("greedy", "importance")
@@ -32,18 +32,19 @@ class SecondMoments:
 
     Attributes:
         count: number of vectors so far.
+        weight: the sum of their weights; their number, if all count alike.
         mean: (dim,).
-        scatter: (dim, dim), the sum of (x − mean)(x − mean)ᵀ.
+        scatter: (dim, dim), the sum of w (x − mean)(x − mean)ᵀ.
     """
 
     def __init__(self, dim: int):
-        self.count = 0
+        self.count, self.weight = 0, 0.0
         self.mean = torch.zeros(dim, dtype=torch.float64)
         self.scatter = torch.zeros(dim, dim, dtype=torch.float64)
 
     @torch.no_grad()
-    def update(self, vectors: Tensor) -> None:
-        """Add (n, dim) vectors.
+    def update(self, vectors: Tensor, weight: Tensor | None = None) -> None:
+        """Add (n, dim) vectors, each as often as `weight` (n,) says.
 
         Raises:
             ValueError: an entry is NaN or infinite; the moments are left unchanged.
@@ -57,13 +58,21 @@ class SecondMoments:
         self.mean, self.scatter = (each.to(vectors.device) for each in (self.mean, self.scatter))
         width = -(-len(self.mean) // BLOCKS)
         blocks = [(start, start + width) for start in range(0, len(self.mean), width)]
-        for rows in vectors.split(ROWS):
+        weights = [None] * len(vectors) if weight is None else weight.double().split(ROWS)
+        for rows, each in zip(vectors.split(ROWS), weights, strict=False):
             rows = rows.double()
-            mean = rows.mean(0)
-            rows = rows - mean
+            if each is None:
+                total, mean = float(len(rows)), rows.mean(0)
+                rows = scaled = rows - mean
+            else:
+                total = float(each.sum())
+                mean = each @ rows / total
+                rows = rows - mean
+                scaled = rows * each.unsqueeze(1)
             for start, end in blocks:
-                self.scatter[start:end, start:].addmm_(rows[:, start:end].T, rows[:, start:])
-            self._shift(len(rows), mean)
+                self.scatter[start:end, start:].addmm_(scaled[:, start:end].T, rows[:, start:])
+            self._shift(total, mean)
+        self.count += len(vectors)
         for start, end in blocks:
             self.scatter[start:end, :start] = self.scatter[:start, start:end].T
 
@@ -71,44 +80,61 @@ class SecondMoments:
         """Add the vectors of another accumulator of the same length."""
         if other.count:
             self.mean, self.scatter = self.mean.to(other.mean), self.scatter.to(other.scatter) + other.scatter
-            self._shift(other.count, other.mean)
+            self._shift(other.weight, other.mean)
+            self.count += other.count
 
     def reduce(self) -> None:
         """Add the vectors of all other processes; every process calls this, also one without any."""
-        total, mean = pooled_mean(self.count, self.mean)
+        total, mean = pooled_mean(self.weight, self.mean)
         step = self.mean - mean
-        self.scatter = summed(self.scatter.addr(step, step, alpha=self.count))
-        self.count, self.mean = total, mean
+        self.scatter = summed(self.scatter.addr(step, step, alpha=self.weight))
+        self.count, self.weight, self.mean = int(summed_number(self.count)), total, mean
 
-    def _shift(self, count: int, mean: Tensor) -> None:
-        total = self.count + count
+    def _shift(self, weight: float, mean: Tensor) -> None:
+        total = self.weight + weight
         step = mean - self.mean
-        self.scatter.addr_(step, step, alpha=self.count * count / total)
-        self.mean = self.mean + step * (count / total)
-        self.count = total
+        self.scatter.addr_(step, step, alpha=self.weight * weight / total)
+        self.mean = self.mean + step * (weight / total)
+        self.weight = total
+
+    def mapped(self, matrix: Tensor) -> SecondMoments:
+        """The moments of M v, for M (k, dim), from those of v."""
+        found = SecondMoments(0)
+        matrix = matrix.to(self.scatter)
+        found.count, found.weight = self.count, self.weight
+        found.mean, found.scatter = matrix @ self.mean, matrix @ self.scatter @ matrix.T
+        return found
 
     def covariance(self) -> Tensor:
         if self.count == 0:
             raise ValueError("no vectors were accumulated; give at least one batch with an unmasked token")
-        return self.scatter / self.count
+        return self.scatter / self.weight
 
 
 def choose_landmarks(
-    moments: SecondMoments, output_weight: Tensor, count: int, *, rule: str = "greedy", given: int = 0
+    moments: SecondMoments,
+    output_weight: Tensor,
+    count: int,
+    *,
+    rule: str = "greedy",
+    given: int = 0,
+    units: int | None = None,
 ) -> Tensor:
     """Indices of the hidden units to keep, (count,), ascending.
 
     Args:
         moments: of the hidden units (l,), followed by `given` inputs that the readout has in any case.
-        output_weight: W₂ (o, l), the contraction after the units.
+        output_weight: W₂ (o, l), the contraction after the units; more columns, up to the length of the vectors, for
+            an output that depends on what follows them as well.
         count: how many to keep, <= l.
         rule: "greedy" or "importance".
-        given: number of trailing coordinates of `moments` that are always available to the readout.
+        given: number of coordinates of `moments` behind the units that are always available to the readout.
+        units: l, where vectors go on behind the given inputs; None where they do not.
 
     Raises:
         ConfigError: unknown rule, or more units than there are.
     """
-    units = len(moments.mean) - given
+    units = len(moments.mean) - given if units is None else units
     if rule not in RULES:
         raise ConfigError(f"landmark rule is {rule!r}; expected one of {', '.join(RULES)}")
     if not 1 <= count <= units:
@@ -117,15 +143,17 @@ def choose_landmarks(
     weight = output_weight.to(scatter)
     if rule == "importance":
         spread = scatter.diagonal()[:units].clamp_min(0).sqrt()
-        return (spread * weight.norm(dim=0)).topk(count).indices.sort().values
+        return (spread * weight[:, :units].norm(dim=0)).topk(count).indices.sort().values
     start = scatter[:units, :units]
+    seen = weight @ scatter[: weight.shape[1], :units]  # column j is what unit j says about the output
     if given:
-        cross = scatter[:units, units:]
-        start = start - cross @ torch.linalg.pinv(scatter[units:, units:], hermitian=True) @ cross.T
+        inputs = slice(units, units + given)
+        known = torch.linalg.pinv(scatter[inputs, inputs], hermitian=True) @ scatter[inputs, :units]
+        start = start - scatter[:units, inputs] @ known
+        seen = seen - weight @ scatter[: weight.shape[1], inputs] @ known
     # The residual covariance after k choices is start − L Lᵀ; only its diagonal and W₂ times it are kept up to date.
     factor = start.new_zeros(units, count)
     variance = start.diagonal().clone()
-    seen = weight @ start  # column j is what unit j says about the output
     floor = 1e-10 * variance.max()
     open_units = torch.ones(units, dtype=torch.bool, device=start.device)
     for step in range(count):

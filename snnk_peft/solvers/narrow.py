@@ -35,8 +35,8 @@ from torch import Tensor
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.minimize import minimize
+from snnk_peft.solvers.corrected import Target, fit_corrected, moved
 from snnk_peft.solvers.landmarks import SecondMoments
-from snnk_peft.solvers.reduce import relative_error
 
 RULES = ("greedy", "leverage")
 RIDGE = 1e-3  # of the mean of the diagonal, while units are chosen
@@ -108,11 +108,13 @@ def narrow_units(
     ridges: Sequence[float],
     intercept: bool,
     refit: bool = False,
+    metric: Tensor | None = None,
 ) -> NarrowFit:
     """Choose units, and the contraction after them with its ridge chosen on held-out tokens.
 
     Args:
-        train: moments of the hidden units (l,), of the tokens to fit.
+        train: moments of the hidden units (l,), of the tokens to fit; with a metric, of what is missing (o,) behind
+            them as well (`corrected.py`).
         held_out: the same for other tokens.
         weight: W (o, l).
         count: units to keep.
@@ -120,48 +122,34 @@ def narrow_units(
         ridges: candidates, as fractions of the mean second moment of the kept units.
         intercept: whether there is a bias that can take up what is lost of the mean.
         refit: fit to all tokens in the end; the error stays the one that was measured before.
+        metric: R (o, o), by which an error counts; None for the identity.
     """
-    centre = train.mean if intercept else None
-    moment, other = second_moment(train, centre), second_moment(held_out, centre)
-    weight = weight.to(moment)
-    kept = choose_units(moment, weight, count, rule=rule)
-    fit = _repair(moment, other, weight, kept, ridges)
-    variance = float(torch.einsum("ol,lk,ok->", weight, held_out.covariance(), weight))
-    square = variance + float((weight @ held_out.mean).square().sum())
-    fit = fit._replace(error=relative_error(fit.error, variance, square))
-    if refit:
-        together = SecondMoments(len(train.mean))
-        together.merge(train)
-        together.merge(held_out)
-        centre = together.mean if intercept else None
-        moment = second_moment(together, centre)
-        fit = fit._replace(weight=_repair(moment, moment, weight, kept, [fit.ridge]).weight)
-    if centre is not None:
-        fit = fit._replace(offset=weight @ centre - fit.weight @ centre[kept])
-    return fit
-
-
-def _repair(moment: Tensor, other: Tensor, weight: Tensor, kept: Tensor, ridges: Sequence[float]) -> NarrowFit:
-    """The contraction of kept units with the best ridge, its error on the `other` moments not yet relative."""
-    lost = torch.ones(len(moment), dtype=torch.bool, device=moment.device)
-    lost[kept] = False
-    rest = weight[:, lost]
-    values, vectors = torch.linalg.eigh(moment[kept][:, kept])
-    values = values.clamp_min(0)
-    scale = max(float(values.mean()), 1e-300)
-    rotated = rest @ (moment[lost][:, kept] @ vectors)
-    # With d = 1 / (values + λ), what the repair gives is rotated · d · vectorsᵀ h_S: its error is quadratic in d.
-    constant = (rest @ other[lost][:, lost] * rest).sum()
-    linear = (rotated * (rest @ (other[lost][:, kept] @ vectors))).sum(0)
-    quadratic = (rotated.T @ rotated) * (vectors.T @ other[kept][:, kept] @ vectors)
-    best: tuple[float, float, Tensor] | None = None
-    for ridge in sorted(ridges, reverse=True):
-        d = 1 / (values + max(ridge * scale, 1e-300))
-        error = float(constant - 2 * linear @ d + d @ quadratic @ d)
-        if best is None or error < best[0]:
-            best = error, ridge, d
-    assert best is not None
-    return NarrowFit(kept, weight[:, kept] + (rotated * best[2]) @ vectors.T, None, best[1], best[0])
+    outputs, units = weight.shape
+    weight = weight.to(train.scatter)
+    moment = second_moment(train, train.mean if intercept else None)
+    seen = weight
+    if metric is not None:
+        # The best readout of all units is what there is to lose.
+        inside, mean = moment[:units, :units], moment.diagonal()[:units].mean()
+        seen = (
+            weight + torch.linalg.solve(inside + RIDGE * mean * torch.eye(units).to(inside), moment[:units, units:]).T
+        )
+        seen = metric.to(weight) @ seen
+    kept = choose_units(moment[:units, :units], seen, count, rule=rule)
+    missing = None if metric is None else slice(units, units + outputs)
+    whole = Target(torch.nn.functional.pad(weight, (0, len(train.mean) - units)), missing)
+    fit = fit_corrected(
+        train,
+        held_out,
+        kept,
+        moved(whole, kept, weight[:, kept]),  # a large ridge leaves the old columns
+        torch.eye(outputs) if metric is None else metric,
+        ridges,
+        intercept=intercept,
+        refit=refit,
+        spread=whole,
+    )
+    return NarrowFit(kept, weight[:, kept] + fit.weight, fit.bias, fit.ridge, fit.error)
 
 
 # Directions in which vectors vary less than this, relative to the largest, count as rounding.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Value = TypeVar("Value")
+Number = TypeVar("Number", int, float)
 
 
 def processes() -> int:
@@ -46,12 +47,12 @@ def summed_number(value: float) -> float:
     return float(summed(torch.tensor(value, dtype=torch.float64)))
 
 
-def pooled_mean(count: int, mean: Tensor) -> tuple[int, Tensor]:
-    """Number and mean of the vectors of all processes, from those of this one; `mean` is (dim,)."""
+def pooled_mean(count: Number, mean: Tensor) -> tuple[Number, Tensor]:
+    """Number, or weight, and mean of the vectors of all processes, from those of this one; `mean` is (dim,)."""
     if processes() == 1:
         return count, mean
-    total = int(summed_number(count))
-    return total, summed(mean * count) / max(total, 1)
+    total = type(count)(summed_number(count))
+    return total, summed(mean * count) / (total or 1)
 
 
 def gathered(value: Value) -> list[Value]:
@@ -89,32 +90,36 @@ class ErrorMeter:
     def __init__(self, output_weight: Tensor | None = None):
         self.output_weight = output_weight
         self.count = 0
-        self._error = self._square = 0.0
+        self._weight = self._error = self._square = 0.0
         self._sum: Tensor | float = 0.0
 
     @torch.no_grad()
-    def update(self, target: Tensor, estimate: Tensor) -> None:
-        """Add target and estimate, both (n, l)."""
+    def update(self, target: Tensor, estimate: Tensor, weight: Tensor | None = None) -> None:
+        """Add target and estimate, both (n, l), which count as often as `weight` (n,) says."""
         if self.output_weight is not None:
-            weight = self.output_weight.to(target.dtype)
-            target, estimate = target @ weight.T, estimate.to(target.dtype) @ weight.T
+            behind = self.output_weight.to(target.dtype).T
+            target, estimate = target @ behind, estimate.to(target.dtype) @ behind
         target, estimate = target.double(), estimate.double()
+        each = torch.ones_like(target[:, 0]) if weight is None else weight.to(target)
         self.count += len(target)
-        self._error += float((target - estimate).square().sum())
-        self._square += float(target.square().sum())
-        self._sum = self._sum + target.sum(0)
+        self._weight += float(each.sum())
+        self._error += float(each @ (target - estimate).square().sum(1))
+        self._square += float(each @ target.square().sum(1))
+        self._sum = self._sum + each @ target
 
     def reduce(self) -> None:
         """Add the vectors of all other processes; every process calls this, also one without any."""
-        parts = gathered((self.count, self._error, self._square, torch.as_tensor(self._sum).cpu()))
-        self.count, self._error, self._square, self._sum = (sum(column) for column in zip(*parts, strict=True))
+        own = (self.count, self._weight, self._error, self._square, torch.as_tensor(self._sum).cpu())
+        self.count, self._weight, self._error, self._square, self._sum = (
+            sum(column) for column in zip(*gathered(own), strict=True)
+        )
 
     def value(self) -> float:
         """The relative error; 1 is no better than the mean (of equal targets: than zero)."""
         if self.count == 0:
             raise ValueError("no vectors were given; call update() first")
-        mean = torch.as_tensor(self._sum) / self.count
-        variance = self._square - self.count * float(mean.square().sum())
+        mean = torch.as_tensor(self._sum) / self._weight
+        variance = self._square - self._weight * float(mean.square().sum())
         return relative_error(self._error, variance, self._square)
 
 

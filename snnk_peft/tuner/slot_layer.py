@@ -38,6 +38,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         snnk_slots: adapter name -> the slots of that adapter here, innermost first.
         was_called: whether a forward pass has come here (outside of compiled code).
         rows: the `RowAdapters` of the call that is under way, if it names an adapter for each row.
+        held_back: slots that do not act for the time being; `calibrate` looks at the original beside what it fits.
     """
 
     adapter_layer_names = ("snnk_slots",)
@@ -48,6 +49,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         self.base_layer = base_layer
         self.was_called = False
         self.rows: Any = None
+        self.held_back: frozenset[Slot] = frozenset()
         self.merged_adapters: list[str] = []
         self.snnk_slots = nn.ModuleDict()
         first = next((p for p in base_layer.parameters() if p.ndim == 2), None)
@@ -87,6 +89,8 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         for name in self.active_adapters:
             if name in held:
                 slots += held[name]
+        if self.held_back:
+            slots = [slot for slot in slots if slot not in self.held_back]
         if len(slots) < 2:
             return slots
         if sum(slot.replaces for slot in slots) > 1:

@@ -24,15 +24,20 @@ def answers_of(kind=BertForSequenceClassification, **config):
     return Answers(kind(BertConfig(**TINY, **config)))
 
 
-def test_fisher_information_of_classes_is_that_of_the_softmax():
-    """E g gᵀ of drawn labels is diag(p) − p pᵀ, the Hessian of the divergence."""
-    answers, generator = answers_of(num_labels=3), torch.Generator().manual_seed(0)
-    logits = torch.tensor([[0.3, -0.5, 1.0]])
+@pytest.mark.parametrize("logits", [[[0.3, -0.5]], [[0.3, -0.5, 1.0]]])
+def test_fisher_information_of_classes_is_that_of_the_softmax(logits):
+    """E g gᵀ of the drawn loss is diag(p) − p pᵀ, the Hessian of the divergence."""
+    logits = torch.tensor(logits)
+    answers, generator = answers_of(num_labels=logits.shape[1]), torch.Generator().manual_seed(0)
     rows = logits.repeat(20_000, 1).requires_grad_()
     answers.drawn_loss({"logits": rows}, generator).backward()
     p = logits.softmax(-1)[0]
     found = rows.grad.T @ rows.grad / len(rows)
-    assert torch.allclose(found, p.diag() - torch.outer(p, p), atol=0.01)
+    hessian = torch.autograd.functional.hessian(
+        lambda z: answers.distances({"logits": logits}, {"logits": z[None]})["logits"][0], logits[0]
+    )
+    assert torch.allclose(hessian, p.diag() - torch.outer(p, p), atol=1e-6)
+    assert torch.allclose(found, hessian, atol=0.02)
 
 
 @pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])

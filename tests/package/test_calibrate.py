@@ -148,7 +148,7 @@ def test_reported_errors_are_those_of_the_model(name):
     """The error after, recomputed from the calibrated modules themselves on the held-out batches."""
     model = get_snnk_model(tiny_bert(), SNNKConfig(**PARTS[name]))
     data = batches()
-    report = calibrate(model, data, refit=False, progress=False)
+    report = calibrate(model, data, refit=False, metric="local", progress=False)
     assert len(report.slots) == (1 if name == "pooler" else 3)
     for slot in report.slots:
         assert slot.error_after < 1.0
@@ -317,7 +317,8 @@ def test_one_pass_per_slot(name, steps):
     def passes(layers: list[int]) -> int:
         model = get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(**{**vars(FFN_PARTS[name]), "layers": layers})))
         reads.clear()
-        calibrate(model, lambda: reads.append(1) or iter(long_batches()[:6]), steps=steps, progress=False)
+        batches = long_batches()[:6]
+        calibrate(model, lambda: reads.append(1) or iter(batches), steps=steps, progress=False)
         return len(reads)
 
     assert passes([0, 1]) == passes([0]) + 1
@@ -406,9 +407,9 @@ def test_steps_move_the_rows_and_lower_the_error(name):
     part = FFNPart(**{**vars(FFN_PARTS[name]), "layers": [1]})
     data = long_batches()
     model = get_snnk_model(bert(), SNNKConfig(ffn=part))
-    plain = calibrate(model, data, refit=False, progress=False).slots[0]
+    plain = calibrate(model, data, refit=False, metric="local", progress=False).slots[0]
     again = get_snnk_model(bert(), SNNKConfig(ffn=part))
-    moved = calibrate(again, data, refit=False, steps=200, progress=False).slots[0]
+    moved = calibrate(again, data, refit=False, steps=200, metric="local", progress=False).slots[0]
     assert moved.error_before == pytest.approx(plain.error_before, rel=1e-5)
     assert moved.tokens == plain.tokens
     most = 0.98 if part.linear_path else 0.9  # the linear path leaves little to gain here

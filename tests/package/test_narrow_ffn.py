@@ -244,7 +244,7 @@ def test_the_report_is_what_the_model_does(family):
 
     patched = narrow(copy.deepcopy(model), num_features=9)
     before = error(patched.get_base_model())
-    report = calibrate(patched, given, refit=False, progress=False)
+    report = calibrate(patched, given, refit=False, metric="local", progress=False)
     assert report.slots[0].num_features == 9
     assert report.slots[0].error_before == pytest.approx(before, rel=1e-3)
     assert report.slots[0].error_after == pytest.approx(error(patched.get_base_model()), rel=1e-3)
@@ -336,7 +336,7 @@ def test_half_precision(dtype):
     model = build("llama", "LlamaForSequenceClassification")
     given = batches(model)
     full, half = narrow(copy.deepcopy(model)), narrow(copy.deepcopy(model).to(dtype))
-    exact, report = (calibrate(each, given, progress=False) for each in (full, half))
+    exact, report = (calibrate(each, given, metric="local", progress=False) for each in (full, half))
     for one, other in zip(exact.slots, report.slots, strict=True):
         assert other.error_after == pytest.approx(one.error_after, rel=0.2)
     found = logits(half, given[0])

@@ -26,8 +26,10 @@ from snnk_peft.layers.slots import (
     FitPlace,
     Fitter,
     FoldPlace,
+    Given,
     Slot,
     Tokens,
+    as_given,
     no_folded_form,
 )
 from snnk_peft.layers.snnk_linear import plain_linear
@@ -45,8 +47,9 @@ from snnk_peft.solvers.centroids import (
     output_error,
     sharpest,
 )
+from snnk_peft.solvers.corrected import Target, fit_corrected, merged, readout
+from snnk_peft.solvers.landmarks import SecondMoments
 from snnk_peft.solvers.reduce import ErrorMeter, same_everywhere
-from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
 
 TOKENS = 32_768  # kept of the fitted ones; of the held-out ones a quarter
 QUERIES = 6_000  # per key head, for the clusters
@@ -76,6 +79,7 @@ class AttentionFitter(Fitter):
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         if readout_path is not None:
+            self.counted = readout_path
             projection = as_linear(place.original_at(readout_path))
             assert isinstance(projection, nn.Linear)
             with at_hand(projection):
@@ -131,15 +135,17 @@ class AttentionFitter(Fitter):
     def _record(self, data: Tokens, generator: torch.Generator) -> tuple[Sample, Sample]:
         train, test = Sample(TOKENS, generator), Sample(TOKENS // 4, generator)
         owner = vars(self.module)["snnk_owner"]
-        for is_test, calls in data:
-            recorder = Recorder()
+        for is_test, read in data:
+            recorder, given = Recorder(), as_given(read)
             self.module.snnk_owner = lambda recorder=recorder: recorder
             try:
-                for call in calls:
+                for call in given.inputs:
                     self._run(call)
             finally:
                 self.module.snnk_owner = owner
             for recorded in recorder.calls:
+                if len(recorder.calls) == 1:
+                    recorded = recorded._replace(given=given._replace(inputs=None))
                 if not (torch.isfinite(recorded.q).all() and torch.isfinite(recorded.k).all()):
                     raise ValueError(
                         "queries or keys hold NaN or infinity; expected finite numbers. Run the model in fp32 or bf16"
@@ -181,23 +187,33 @@ class AttentionFitter(Fitter):
         """Refit the projection: ridge regression of what is missing, so that a large ridge leaves the old one."""
         assert self.readout is not None
         assert self.weight is not None
-        both = [GramAccumulator(self.weight.shape[1], len(self.weight)) for _ in range(2)]
+        out, width = self.weight.shape
+        most = width + out * (1 if self.metric is None else 2)
+        both = [SecondMoments(most) for _ in range(2)]
         for moments, sample in zip(both, (train, test), strict=True):
             for recorded in sample:
-                given = recorded.linear(self.kernel)
-                moments.update(given, (recorded.softmax() - given) @ self.weight.T)
-        fit = fit_ridge(both[0], both[1], self.options.ridges)
+                heads, extra = recorded.linear(self.kernel), recorded.given or Given(None)
+                rest = (recorded.softmax() - heads) @ self.weight.T
+                missing = extra.target(torch.zeros_like(rest))
+                moments.update(torch.cat((heads, rest, missing), -1)[:, :most], extra.weight)
+        features = torch.arange(width, device=both[0].mean.device)
+        goal = torch.eye(out, most, dtype=torch.float64).roll(width, 1).to(both[0].mean)
+        target = Target(goal, slice(width + out, most) if self.metric is not None else None)
+        metric = torch.eye(out) if self.metric is None else self.metric
+        intercept = self.bias is not None
+        fit = fit_corrected(both[0], both[1], features, target, metric, self.options.ridges, intercept=intercept)
         step, offset = fit.weight, fit.bias
         if self.options.refit:
-            both[0].merge(both[1])
-            step, offset, _ = both[0].solve(fit.ridge * both[0].ridge_scale)
+            step, offset = readout(merged(*both), features, target.at(fit.strength), fit.ridge, intercept)
         weight = self.weight.double() + step
         bias = offset if self.bias is None or offset is None else self.bias.double() + offset
         self.readout.take(weight, bias)
-        after, measured = ErrorMeter(), (self.weight + fit.weight.to(self.weight)).T
+        # Whether attention is lost shows in its own output, without what earlier layers got wrong.
+        own = readout(both[0], features, target.at(0.0), fit.ridge, intercept)
+        after, measured = ErrorMeter(), (self.weight + own[0].to(self.weight)).T
         for recorded in test:
             estimate = recorded.linear(self.kernel) @ measured
-            after.update(recorded.softmax() @ self.weight.T, estimate if fit.bias is None else estimate + fit.bias)
+            after.update(recorded.softmax() @ self.weight.T, estimate if own[1] is None else estimate + own[1])
         return after, fit.ridge
 
 

@@ -11,6 +11,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.layers.slots import Given
 from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_weights
 from snnk_peft.solvers.centroids import Scores
 from snnk_peft.solvers.reduce import relative_error
@@ -27,6 +28,7 @@ class Recorded(NamedTuple):
         mask: (B, N) bool, or None.
         causal: whether a query sees only keys at or before it.
         scaling: factor on q·k.
+        given: weights of the tokens and what is missing behind the output projection, rows as of `rows`; or None.
     """
 
     q: torch.Tensor
@@ -36,6 +38,7 @@ class Recorded(NamedTuple):
     mask: torch.Tensor | None
     causal: bool
     scaling: float
+    given: Given | None = None
 
     @property
     def counted(self) -> torch.Tensor:

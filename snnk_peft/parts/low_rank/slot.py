@@ -22,11 +22,13 @@ from snnk_peft.layers.slots import (
     FoldPlace,
     Slot,
     Tokens,
+    as_given,
     no_folded_form,
     real_tokens,
 )
 from snnk_peft.low_rank import InputMoments, factorize
 from snnk_peft.low_rank.rearranged import rearranged_factors
+from snnk_peft.solvers.corrected import Target, error_of, fit_corrected, merged, moved, readout
 from snnk_peft.solvers.landmarks import SecondMoments
 from snnk_peft.solvers.narrow import principal_factors
 from snnk_peft.solvers.reduce import ErrorMeter, relative_error
@@ -50,7 +52,7 @@ class LowRankSlot(Slot):
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
         """The best factors for the moments of the inputs."""
-        return LowRankFitter(self.layer, place.original, self.activation, options)
+        return LowRankFitter(self.layer, place, self.activation, options)
 
     def fold(self, place: FoldPlace) -> None:
         """Two plain modules where they are cheaper, else one; one where an adapter is multiplied into it."""
@@ -69,26 +71,35 @@ class LowRankFitter(Fitter):
 
     The best linear layer for these moments is a closed form, except for kernels in k × 1 and 1 × k. If an activation
     follows, the best one after it for Gaussian inputs of these moments is tried as well, and held-out inputs decide.
+    With a metric R of the layer's output it is the best in that: U Vᵀ = R⁻¹ Q Qᵀ R B with B the full matrix for the
+    target and Q the leading eigenvectors of R B S Bᵀ Rᵀ.
     """
 
     reduces = True
 
     def __init__(
-        self, layer: LowRankLinear | LowRankConv, original: nn.Module, activation: Activation, options: FitOptions
+        self, layer: LowRankLinear | LowRankConv, place: FitPlace, activation: Activation, options: FitOptions
     ):
         self.layer, self.activation, self.options = layer, activation, options
-        dense: Any = as_linear(original)
+        dense: Any = as_linear(place.original)
         with at_hand(dense):
             self.weight = dense.weight.detach().flatten(1).double()
             self.bias = None if dense.bias is None else dense.bias.detach().double()
         self.whole = len(layer.U) == len(self.weight)  # rows of U Vᵀ are outputs, and not parts of them
-        self.reads = 1 if activation == "identity" else 2
+        if self.whole and isinstance(layer, LowRankLinear):
+            self.counted = place.path
+
+    @property
+    def reads(self) -> int:  # type: ignore[override]
+        return 1 if self.activation == "identity" or self.metric is not None else 2
 
     def rows(self, x: Tensor, mask: Any) -> Tensor:
         """Return the inputs of the matrix, (n, columns)."""
         return self.layer.patches(x) if isinstance(self.layer, LowRankConv) else real_tokens(x, mask)
 
     def fit(self, data: Tokens) -> Fit:
+        if self.metric is not None:
+            return self._fit_judged(data, self.metric)
         train, test = (SecondMoments(self.weight.shape[1]) for _ in range(2))
         present = self._present()
         meters = [ErrorMeter()]
@@ -120,6 +131,47 @@ class LowRankFitter(Fitter):
         self.layer.set_factors(*factors)
         # Fewer inputs do not span the leading directions of the output.
         return Fit(self.layer.rank, tokens, held_out, None, before, after, unknowns=self.layer.rank + 1)
+
+    def _fit_judged(self, data: Tokens, metric: Tensor) -> Fit:
+        """From the moments of the inputs and of what is missing behind the layer."""
+        out, columns = self.weight.shape
+        train, test = SecondMoments(columns + out), SecondMoments(columns + out)
+        for is_test, read in data:
+            given = as_given(read)
+            missing = given.target(given.inputs.new_zeros(len(given.inputs), out))
+            (test if is_test else train).update(torch.cat((given.inputs, missing), -1), given.weight)
+        train.reduce()
+        test.reduce()
+        device = train.mean.device
+        features, intercept = torch.arange(columns, device=device), self.bias is not None
+        weight, metric = self.weight.to(device), metric.to(device)
+        target = Target(nn.functional.pad(weight, (0, out)), slice(columns, columns + out))
+        U, V, bias = self._present()
+        own = None if bias is None or self.bias is None else (bias - self.bias).to(device)
+        before = error_of(test, features, target, metric, self.layer.product(U, V).to(device), own)
+        full = fit_corrected(
+            train, test, features, moved(target, features, weight), metric, self.options.ridges, intercept=intercept
+        )
+
+        def reduced(moments: SecondMoments, whole: Tensor) -> Solution:
+            second = moments.covariance()[:columns, :columns]
+            if not intercept:
+                second = second + torch.outer(moments.mean[:columns], moments.mean[:columns])
+            U, V = principal_factors(metric @ whole, second, self.layer.rank)
+            U = torch.linalg.solve(metric, U)
+            if not intercept:
+                return U, V, None
+            return U, V, target.at(full.strength) @ moments.mean - U @ (V.T @ moments.mean[:columns])
+
+        U, V, bias = reduced(train, weight + full.weight)
+        after = error_of(test, features, target, metric, U @ V.T, bias)
+        if self.options.refit:
+            both = merged(train, test)
+            rest = moved(target, features, weight).at(full.strength)
+            U, V, bias = reduced(both, weight + readout(both, features, rest, full.ridge, intercept)[0])
+        own_bias = None if bias is None or self.bias is None else bias + self.bias.to(bias)
+        self.layer.set_factors(U, V, own_bias)
+        return Fit(self.layer.rank, train.count, test.count, full.ridge, before, after, unknowns=self.layer.rank + 1)
 
     def _present(self) -> Solution:
         layer = self.layer

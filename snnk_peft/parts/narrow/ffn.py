@@ -16,7 +16,7 @@ from torch import nn
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import module_at
-from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, FoldPlace, Slot, Tokens
+from snnk_peft.layers.slots import Base, Fit, FitOptions, FitPlace, Fitter, FoldPlace, Slot, Tokens, as_given
 from snnk_peft.options import MOST, documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, refuse_offloaded, resolve_layers
@@ -245,7 +245,7 @@ class UnitsFitter(Fitter):
     reduces = True
 
     def __init__(self, block: NarrowBlock, place: FitPlace, options: FitOptions):
-        self.block, self.options, self.together = block, options, block.paths[1:]
+        self.block, self.options, self.together, self.counted = block, options, block.paths[1:], block.paths[-1]
         refuse_offloaded(f"the narrower matrices {', '.join(block.paths)}", block.slots)
         self.modules = [place.original_at(path) for path in block.paths]
         self.activation = place.original_at(block.activation)
@@ -253,16 +253,20 @@ class UnitsFitter(Fitter):
 
     def fit(self, data: Tokens) -> Fit:
         block, options, sources = self.block, self.options, [OneMatrix(module) for module in self.modules]
-        contraction, units = sources[-1], sources[-1].weight.shape[1]
-        train, test, before = SecondMoments(units), SecondMoments(units), ErrorMeter()
+        contraction, (width, units) = sources[-1], sources[-1].weight.shape
+        dim = 0 if self.metric is None else width
+        train, test, before = SecondMoments(units + dim), SecondMoments(units + dim), ErrorMeter(self.metric)
         samples = [TokenSample(most, self._generator(f"sample{most}")) for most in (TOKENS, TOKENS // 4)]
-        for is_test, x in data:
-            hidden = self._hidden(self.modules, x)
-            (test if is_test else train).update(hidden)
+        for is_test, read in data:
+            given = as_given(read)
+            hidden = self._hidden(self.modules, given.inputs)
+            output = self.modules[-1](hidden)
+            missing = given.target(torch.zeros_like(output))
+            (test if is_test else train).update(torch.cat((hidden, missing[:, :dim]), -1), given.weight)
             if is_test:
-                before.update(self.modules[-1](hidden), self._output(self.narrow, x))
+                before.update(output + missing, self._output(self.narrow, given.inputs), given.weight)
             if options.steps:
-                samples[is_test].update(x)
+                samples[is_test].update(torch.cat((given.inputs, missing[:, :dim]), -1))
         for each in (train, test, before):
             each.reduce()
         fit = narrow_units(
@@ -274,6 +278,7 @@ class UnitsFitter(Fitter):
             ridges=options.ridges,
             intercept=contraction.bias is not None,
             refit=options.refit and not options.steps,  # held-out tokens are to tell whether steps help
+            metric=self.metric,
         )
         bias = None if contraction.bias is None or fit.offset is None else contraction.bias + fit.offset.cpu()
         block.take(sources, fit.kept.cpu(), fit.weight, bias)
@@ -290,27 +295,39 @@ class UnitsFitter(Fitter):
     def _output(self, functions: Sequence[Base], x: torch.Tensor) -> torch.Tensor:
         return functions[-1](self._hidden(functions, x))
 
+    def _judged(self, output: torch.Tensor) -> torch.Tensor:
+        return output if self.metric is None else output @ self.metric.to(output).T
+
     def _generator(self, what: str) -> torch.Generator:
         """Return a generator that is seeded alike in every fit and process."""
         return site_generator(0, f"{self.block.paths[0]}.{what}")
 
     def _descend(self, fitted: torch.Tensor, held_out: torch.Tensor) -> float | None:
-        """Move all matrices; the error afterwards, or None if they stay as they were."""
+        """Move all matrices; the error afterwards, or None if they stay as they were.
+
+        Rows are inputs and, with a metric, what is missing behind the contraction.
+        """
         own = [dict(slot.linear.named_parameters()) for slot in self.block.slots]
+        dim = OneMatrix(self.modules[0]).weight.shape[1]
 
         def output(tensors: Sequence[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
             rest = iter(tensors)
             linears = [{name: next(rest) for name in each} for each in own]
-            return self._output([partial(nn.functional.linear, **each) for each in linears], x.float())
+            return self._judged(self._output([partial(nn.functional.linear, **each) for each in linears], x.float()))
 
-        targets = torch.cat([self._output(self.modules, x) for x in fitted.split(ROWS)]).float()
+        def wanted(rows: torch.Tensor) -> torch.Tensor:
+            target = self._output(self.modules, rows[:, :dim]).float()
+            return self._judged(target if self.metric is None else target + rows[:, dim:])
+
+        targets = torch.cat([wanted(rows) for rows in fitted.split(ROWS)])
         tensors = [tensor for each in own for tensor in each.values()]
-        moved = descend_block(output, tensors, fitted, targets, self.options.steps, self._generator("steps"))
+        generator = self._generator("steps")
+        moved = descend_block(output, tensors, fitted[:, :dim], targets, self.options.steps, generator)
         errors = []
         for candidate in (tensors, moved):
             meter = ErrorMeter()
-            for x in held_out.split(ROWS):
-                meter.update(self._output(self.modules, x), output(candidate, x))
+            for rows in held_out.split(ROWS):
+                meter.update(wanted(rows), output(candidate, rows[:, :dim]))
             errors.append(meter.value())
         if not errors[1] < errors[0]:
             return None

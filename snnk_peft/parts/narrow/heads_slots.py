@@ -22,13 +22,15 @@ from snnk_peft.layers.slots import (
     FoldPlace,
     Slot,
     Tokens,
+    as_given,
     no_folded_form,
 )
 from snnk_peft.parts.base import refuse_offloaded
 from snnk_peft.parts.narrow.linear import NarrowLinear, OneMatrix
+from snnk_peft.solvers.corrected import CorrectedFit, Target, fit_corrected, merged, readout
+from snnk_peft.solvers.landmarks import SecondMoments
 from snnk_peft.solvers.narrow import narrow_products, narrow_values
 from snnk_peft.solvers.reduce import ErrorMeter, same_everywhere, summed
-from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
 
 
 class NarrowProjection(NarrowLinear):
@@ -171,6 +173,7 @@ class HeadsFitter(Fitter):
 
     def __init__(self, slot: FittedHeads, place: FitPlace, options: FitOptions):
         self.slot, self.block, self.options, self.together = slot, place.original, options, slot.paths
+        self.counted = slot.paths[3]
         refuse_offloaded(f"the narrower projections {', '.join(slot.paths)}", slot.four)
         self.sources = [OneMatrix(place.original_at(path)) for path in slot.paths]
 
@@ -180,13 +183,14 @@ class HeadsFitter(Fitter):
         slot.keep_products(query, key, *narrow_products(left, right, slot.size))
         train, test = self._outputs(data)
         kept, columns = self._keep(train)
-        fit, fitted = fit_ridge(train.mapped(columns), test.mapped(columns), self.options.ridges), train.count
+        fit = self._read(columns, train, test, self.options.ridges)
         weight, bias = fit.weight, fit.bias
         if self.options.refit:
-            train.merge(test)
-            kept, columns = self._keep(train)
-            final = train.mapped(columns)
-            weight, bias, _ = final.solve(fit.ridge * final.ridge_scale)
+            both = merged(train, test)
+            kept, columns = self._keep(both)
+            moments, target = self._kept(columns, both)
+            features = torch.arange(len(columns), device=moments.mean.device)
+            weight, bias = readout(moments, features, target.at(fit.strength), fit.ridge)
         slot.keep_values(value, kept)
         assert bias is not None
         # It was fitted to values with their bias.
@@ -194,11 +198,31 @@ class HeadsFitter(Fitter):
         for each in slot.four:  # they stand elsewhere than the slot that `calibrate` fits
             same_everywhere(each)
         unknowns = slot.heads * slot.size + 1
-        return Fit(slot.size, fitted, test.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)
+        return Fit(slot.size, train.count, test.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)
 
-    def _keep(self, outputs: GramAccumulator) -> tuple[torch.Tensor, torch.Tensor]:
+    def _read(self, columns: torch.Tensor, train: SecondMoments, test: SecondMoments, ridges: Any) -> CorrectedFit:
+        """The output projection of what is kept."""
+        (fitted, target), (other, _) = self._kept(columns, train), self._kept(columns, test)
+        features = torch.arange(len(columns), device=fitted.mean.device)
+        metric = torch.eye(len(self.sources[3].weight)) if self.metric is None else self.metric
+        return fit_corrected(fitted, other, features, target, metric, ridges)
+
+    def _kept(self, columns: torch.Tensor, moments: SecondMoments) -> tuple[SecondMoments, Target]:
+        """Moments of what is kept of the heads, the target and what is missing."""
+        width, out = columns.shape[1], len(self.sources[3].weight)
+        rest = len(moments.mean) - width
+        kept = moments.mapped(torch.block_diag(columns, torch.eye(rest).to(columns)))
+        weight = torch.eye(out, len(kept.mean), dtype=torch.float64).roll(len(columns), 1).to(kept.mean)
+        behind = len(columns) + out
+        return kept, Target(weight, slice(behind, behind + out) if rest > out else None)
+
+    def _keep(self, moments: SecondMoments) -> tuple[torch.Tensor, torch.Tensor]:
         """The directions kept of each head, (heads, r, d), and as one matrix (heads·r, heads·d)."""
-        kept = narrow_values(*outputs.normal_equations(), self.slot.heads, self.slot.size)
+        width, out = len(self.sources[2].weight), len(self.sources[3].weight)
+        gram, cross = moments.scatter[:width, :width], moments.scatter[width : width + out, :width]
+        if self.metric is not None:
+            cross = self.metric.to(cross) @ (cross + moments.scatter[width + out :, :width])
+        kept = narrow_values(gram, cross, self.slot.heads, self.slot.size)
         return kept, torch.block_diag(*kept)
 
     def _products(self, data: Tokens) -> tuple[torch.Tensor, torch.Tensor, ErrorMeter]:
@@ -207,8 +231,8 @@ class HeadsFitter(Fitter):
         dim = len(self.sources[0].weight) // heads
         left, right = torch.zeros(2, heads, dim, dim, dtype=torch.float64)
         before = ErrorMeter()
-        for is_test, calls in data:
-            for call in calls:
+        for is_test, read in data:
+            for call in as_given(read).inputs:
                 (_, queries), (_, keys), _, (_, target) = self._run(call, originals=(0, 1, 2, 3))
                 if is_test:
                     before.update(call.real(target), call.real(self._run(call)[3][1]))
@@ -222,15 +246,20 @@ class HeadsFitter(Fitter):
         before.reduce()
         return summed(left), summed(right), before
 
-    def _outputs(self, data: Tokens) -> tuple[GramAccumulator, GramAccumulator]:
-        """Moments of what the heads give with all of their values, and of the target; of fitted and held-out tokens."""
+    def _outputs(self, data: Tokens) -> tuple[SecondMoments, SecondMoments]:
+        """Moments of what the heads give with all of their values, of the target, and with a metric of what is missing;
+        of fitted and of held-out tokens."""
         width, out = len(self.sources[2].weight), len(self.sources[3].weight)
-        train, test = GramAccumulator(width, out), GramAccumulator(width, out)
-        for is_test, calls in data:
-            for call in calls:
-                target = self._run(call, originals=(0, 1, 2, 3))[3][1]
-                given = self._run(call, originals=(2,))[3][0]
-                (test if is_test else train).update(call.real(given), call.real(target))
+        most = width + out * (1 if self.metric is None else 2)
+        train, test = SecondMoments(most), SecondMoments(most)
+        for is_test, read in data:
+            given = as_given(read)
+            targets = [call.real(self._run(call, originals=(0, 1, 2, 3))[3][1]) for call in given.inputs]
+            heads = [call.real(self._run(call, originals=(2,))[3][0]) for call in given.inputs]
+            target = torch.cat(targets)
+            missing = given._replace(inputs=None).target(torch.zeros_like(target))
+            vectors = torch.cat((torch.cat(heads), target, missing), -1)[:, :most]
+            (test if is_test else train).update(vectors, given.weight)
         train.reduce()
         test.reduce()
         return train, test

@@ -1,7 +1,9 @@
 """Fit the replacement of a Linear and its activation, in one pass over the data.
 
-Fitted front to back: inputs come from the stack as converted so far, targets from the original on those very inputs, so
-a later layer repairs what an earlier one got wrong. The pass keeps, in fp64 and whatever the number of tokens,
+Fitted front to back: inputs come from the stack as converted so far, targets from the original on those very inputs.
+Where a Linear W₂ reads the output and there is a metric of what comes behind it, the target is W₂ h and what is missing
+there of the original's stream, and the readout A the one of least norm that gives W₂ A. The pass keeps, in fp64 and
+whatever the number of tokens,
 
     landmarks that are hidden units     second moments of all units: of these the choice and the readout follow
     landmarks under another function    the same for the choice, and a random sample of tokens for the readout
@@ -21,17 +23,19 @@ from torch import nn
 
 from snnk_peft.families.base import as_linear
 from snnk_peft.functional.at_hand import at_hand
-from snnk_peft.layers.slots import Fit, FitOptions, FitPlace, Fitter, Tokens
+from snnk_peft.layers.slots import Fit, FitOptions, FitPlace, Fitter, Given, Tokens, as_given
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.solvers.corrected import CorrectedFit, Target, fit_corrected, merged, readout
 from snnk_peft.solvers.descent import descend
-from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
+from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks
 from snnk_peft.solvers.reduce import ErrorMeter, TokenSample, same_everywhere
 from snnk_peft.solvers.ridge import GramAccumulator, RidgeFit, fit_ridge
 
 TOKENS = 16_384  # of a sample; of held-out ones a quarter
 ROWS = 512  # that are looked at together
+SINGULAR = 1e-12  # of the contraction's squared size: directions below do not come out of it
 
 
 class ReplacedFitter(Fitter):
@@ -62,6 +66,7 @@ class ReplacedFitter(Fitter):
         if isinstance(reader, nn.Linear):
             with at_hand(reader):
                 self.output_weight = reader.weight.detach()
+            self.counted = following
         self.together = () if activation is None else (activation,)
         projection = layer.stage.feature_map.projection
         self.generator = site_generator(projection.seed, f"{projection.site}.fit")  # the same in every fit
@@ -101,26 +106,27 @@ class ReplacedFitter(Fitter):
         return stage.dim if stage.append_input and self.features_are_hidden_units() else 0
 
     def fit(self, data: Tokens) -> Fit:
-        before = ErrorMeter(self.output_weight)
+        before = ErrorMeter(self.output_weight if self.metric is None else self.metric)
         train, test = self._moments(), self._moments()
         samples = self._samples()
-        for is_test, tokens in data:
-            for x in tokens.split(ROWS):
-                target = self.target(x)
-                self._add(test if is_test else train, x, target)
+        for is_test, read in data:
+            given = as_given(read)
+            for part in given.split(ROWS):
+                hidden = self.target(part.inputs)
+                self._add(test if is_test else train, part, hidden)
                 if is_test and samples is None:
-                    before.update(target, self.layer(x))
+                    self._measure(before, part, hidden)
             if samples is not None:
-                samples[is_test].update(tokens)
+                samples[is_test].update(_packed(given, self._width))
         train.reduce()
         test.reduce()
         if samples is None:
             before.reduce()
             fit = self._closed_form(train, test)
         else:
-            kept = [each.reduced() for each in samples]
-            for x in kept[1].split(ROWS):
-                before.update(self.target(x), self.layer(x))
+            kept = [_unpacked(each.reduced(), self.layer.stage.dim, self._width) for each in samples]
+            for part in kept[1].split(ROWS):
+                self._measure(before, part, self.target(part.inputs))
             fit = self._closed_form(train, test, *kept)
             if self.moved:
                 fit = self._descend(fit, *kept)
@@ -133,9 +139,9 @@ class ReplacedFitter(Fitter):
         if len(alike) <= len(others) or not all(fitter.chooses_units for fitter in alike):
             return None
         train, test = self._moments(), self._moments()
-        for is_test, tokens in data:
-            for x in tokens.split(ROWS):
-                self._add(test if is_test else train, x, self.target(x))
+        for is_test, read in data:
+            for part in as_given(read).split(ROWS):
+                self._add(test if is_test else train, part, self.target(part.inputs))
         return [fitter._closed_form(train, test).error for fitter in alike]
 
     @property
@@ -144,10 +150,21 @@ class ReplacedFitter(Fitter):
         units = self.landmarks is not None and self.features_are_hidden_units()
         return units and not self.given and not self.moved
 
+    @property
+    def _width(self) -> int:
+        """Numbers of a row of what is missing behind the contraction; 0 without a metric."""
+        return 0 if self.metric is None else len(self.metric)
+
     def _moments(self) -> Any:
-        """An accumulator for hidden units, and inputs that the readout sees beside them; else for features."""
+        """An accumulator for hidden units, inputs that the readout sees beside them, and what is missing; else for
+        features and targets."""
         if self.landmarks is not None:
-            return SecondMoments(self.layer.out_features + self.given)
+            return SecondMoments(self.layer.out_features + self.given + self._width)
+        return self._feature_moments()
+
+    def _feature_moments(self) -> Any:
+        if self.metric is not None:
+            return SecondMoments(self.layer.stage.out_dim + 2 * self._width)
         return GramAccumulator(self.layer.stage.out_dim, self.layer.out_features, output_weight=self.output_weight)
 
     def _samples(self) -> tuple[TokenSample, TokenSample] | None:
@@ -155,37 +172,104 @@ class ReplacedFitter(Fitter):
             return None
         return TokenSample(TOKENS, self.generator), TokenSample(TOKENS // 4, self.generator)
 
-    def _add(self, moments: Any, x: torch.Tensor, target: torch.Tensor) -> None:
+    def _add(self, moments: Any, given: Given, hidden: torch.Tensor) -> None:
         if self.landmarks is None:
-            moments.update(self._features(x), target)
+            self._add_features(moments, given, hidden)
         else:
-            moments.update(torch.cat((target, x), -1) if self.given else target)
+            inputs = [given.inputs] if self.given else []
+            moments.update(torch.cat((hidden, *inputs, *self._missing(given)), -1), given.weight)
+
+    def _add_features(self, moments: Any, given: Given, hidden: torch.Tensor) -> None:
+        features = self._features(given.inputs)
+        if self.metric is None:
+            moments.update(features, hidden)
+        else:
+            moments.update(torch.cat((features, self._behind(hidden), *self._missing(given)), -1), given.weight)
+
+    def _missing(self, given: Given) -> list[torch.Tensor]:
+        if self.metric is None:
+            return []
+        if given.missing is None:
+            return [given.inputs.new_zeros(len(given.inputs), self._width)]
+        return [given.missing.to(given.inputs)]
+
+    def _measure(self, meter: ErrorMeter, given: Given, hidden: torch.Tensor) -> None:
+        """Add the error of the layer as it is."""
+        if self.metric is None:
+            meter.update(hidden, self.layer(given.inputs))
+        else:
+            target = given.target(self._behind(hidden))
+            meter.update(target, self._behind(self.layer(given.inputs)), given.weight)
 
     def _features(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer.stage(x.to(self.layer.A.dtype))
 
-    def _closed_form(self, train: Any, test: Any, *samples: torch.Tensor) -> RidgeFit:
+    def _closed_form(self, train: Any, test: Any, *samples: Given) -> RidgeFit | CorrectedFit:
         if self.landmarks is None:
-            return self._take(fit_ridge(train, test, self.options.ridges, refit=self.options.refit))
+            return self._of_features(train, test)
         chosen = self._select_rows(train).to(train.mean.device)
         if not self.features_are_hidden_units():
             same_everywhere(self.layer)
             return self._refit(*samples)
+        options, rows, target = self.options, self.layer.stage.feature_map.num_features, self._target()
+        units, given = self.layer.out_features, torch.arange(self.given) + self.layer.out_features
+        features = torch.cat((chosen, given.to(chosen)))
+        metric = torch.eye(len(target.weight)) if self.metric is None else self.metric
+        fit = fit_corrected(train, test, features, target, metric, options.ridges, refit=options.refit)
+        # The best guess at the hidden units; and of what their contraction gives, what that misses.
+        fitted = merged(train, test) if options.refit else train
+        guess = torch.eye(units, len(train.mean)).to(train.mean)
+        weight, bias = readout(fitted, features, guess, fit.ridge)
+        assert fit.bias is not None
+        assert bias is not None
+        contraction = target.weight[:, :units]
+        weight = weight + self._before(fit.weight - contraction @ weight)
+        bias = bias + self._before((fit.bias - contraction @ bias)[:, None]).squeeze(1)
+        weight[:, :rows] *= rows**0.5  # the feature map divides by √m
+        return self._take(fit._replace(weight=weight, bias=bias))
+
+    def _target(self) -> Target:
+        """W₂ h, and what is missing, of vectors as in `_moments`."""
         assert self.output_weight is not None
-        options, rows = self.options, self.layer.stage.feature_map.num_features
-        fit = fit_landmarks(
-            train, test, chosen, self.output_weight, given=self.given, ridges=options.ridges, refit=options.refit
-        )
-        fit.weight[:, :rows] *= rows**0.5  # the feature map divides by √m
-        return self._take(fit)
+        behind = self.layer.out_features + self.given
+        weight = nn.functional.pad(self.output_weight.double(), (0, self.given + self._width))
+        return Target(weight, slice(behind, behind + self._width) if self._width else None)
+
+    def _before(self, behind: torch.Tensor) -> torch.Tensor:
+        """The least numbers at the hidden units (l, n) of which the contraction makes `behind` (o, n)."""
+        assert self.output_weight is not None
+        weight = self.output_weight.to(behind)
+        square = weight @ weight.T
+        square.diagonal().add_(SINGULAR * square.diagonal().max())
+        return weight.T @ torch.linalg.solve(square, behind)
+
+    def _of_features(self, train: Any, test: Any) -> RidgeFit | CorrectedFit:
+        options = self.options
+        if self.metric is None:
+            return self._take(fit_ridge(train, test, options.ridges, refit=options.refit))
+        count, width = self.layer.stage.out_dim, self._width
+        features = torch.arange(count, device=train.mean.device)
+        weight = torch.eye(width, count + 2 * width, dtype=torch.float64).roll(count, 1).to(train.mean.device)
+        target = Target(weight, slice(count + width, count + 2 * width))
+        fit = fit_corrected(train, test, features, target, self.metric, options.ridges, refit=options.refit)
+        assert fit.bias is not None
+        before = self._before(torch.cat((fit.weight, fit.bias[:, None]), 1))
+        return self._take(fit._replace(weight=before[:, :-1], bias=before[:, -1]))
 
     def _select_rows(self, moments: SecondMoments) -> torch.Tensor:
         """Choose the landmarks and copy their rows; returns their indices."""
         projection = self.landmarks
         assert projection is not None
-        assert self.output_weight is not None
+        weight = self._target().at(1.0)
+        if self.metric is not None:
+            weight = self.metric.to(weight) @ weight
         chosen = choose_landmarks(
-            moments, self.output_weight, projection.num_features, rule=self.options.landmarks, given=self.given
+            moments,
+            weight,
+            projection.num_features,
+            rule=self.options.landmarks,
+            given=self.given,
+            units=self.layer.out_features,
         )
         importance = torch.zeros(self.layer.out_features, device=chosen.device).index_fill_(0, chosen, 1.0)
         linear = as_linear(self.original)
@@ -193,30 +277,28 @@ class ReplacedFitter(Fitter):
         with at_hand(linear):
             return projection.select(linear.weight, linear.bias, importance.to(linear.weight.device))
 
-    def _refit(self, fitted: torch.Tensor, held_out: torch.Tensor) -> RidgeFit:
+    def _refit(self, fitted: Given, held_out: Given) -> RidgeFit | CorrectedFit:
         """Put in the best readout for the rows as they are now."""
-        train, test = (
-            GramAccumulator(self.layer.stage.out_dim, self.layer.out_features, output_weight=self.output_weight)
-            for _ in range(2)
-        )
+        train, test = self._feature_moments(), self._feature_moments()
         for moments, tokens in ((train, fitted), (test, held_out)):
-            for x in tokens.split(ROWS):
-                moments.update(self._features(x), self.target(x))
-        return self._take(fit_ridge(train, test, self.options.ridges, refit=self.options.refit))
+            for part in tokens.split(ROWS):
+                self._add_features(moments, part, self.target(part.inputs))
+        return self._of_features(train, test)
 
-    def _take(self, fit: RidgeFit) -> RidgeFit:
+    def _take(self, fit: Any) -> Any:
         self.layer.A.copy_(fit.weight)
-        self.layer.bias.copy_(fit.bias)  # type: ignore[union-attr, arg-type]
+        self.layer.bias.copy_(fit.bias)  # type: ignore[union-attr]
         return fit
 
-    def _descend(self, start: RidgeFit, fitted: torch.Tensor, held_out: torch.Tensor) -> RidgeFit:
+    def _descend(self, start: Any, fitted: Given, held_out: Given) -> Any:
         """Move the rows and solve for the readout again; undone unless the error falls."""
         layer = self.layer
         old = {name: value.clone() for name, value in layer.state_dict().items()}
         # All of it after the contraction: fewer values than hidden units, and the error that counts.
-        readout = self._behind(layer.A.T).T, self._behind(layer.bias)
-        targets = torch.cat([self._behind(self.target(x)) for x in fitted.split(ROWS)])
-        descend(layer.stage, self.moved, readout, fitted, targets, self.options.steps, self.generator)
+        readout = self._judged(self._behind(layer.A.T)).T, self._judged(self._behind(layer.bias))
+        wanted = [part.target(self._behind(self.target(part.inputs))) for part in fitted.split(ROWS)]
+        targets = self._judged(torch.cat(wanted))
+        descend(layer.stage, self.moved, readout, fitted.inputs, targets, self.options.steps, self.generator)
         same_everywhere(layer)
         fit = self._refit(fitted, held_out)
         if fit.error < start.error:
@@ -228,3 +310,19 @@ class ReplacedFitter(Fitter):
         """Apply the following Linear, without its bias, to (..., out)."""
         hidden = hidden.detach().float()
         return hidden if self.output_weight is None else hidden @ self.output_weight.to(hidden).T
+
+    def _judged(self, behind: torch.Tensor) -> torch.Tensor:
+        """Apply the metric, if there is one, to (..., o)."""
+        return behind if self.metric is None else behind @ self.metric.to(behind).T
+
+
+def _packed(given: Given, width: int) -> torch.Tensor:
+    """Inputs, what is missing (n, width) and the weights in one tensor, for a sample of rows."""
+    inputs = given.inputs
+    missing = inputs.new_zeros(len(inputs), width) if given.missing is None else given.missing.to(inputs)
+    weight = inputs.new_ones(len(inputs)) if given.weight is None else given.weight.to(inputs)
+    return torch.cat((inputs, missing, weight[:, None]), -1) if width else inputs
+
+
+def _unpacked(rows: torch.Tensor, dim: int, width: int) -> Given:
+    return Given(rows[:, :dim], rows[:, -1], rows[:, dim:-1]) if width else Given(rows)

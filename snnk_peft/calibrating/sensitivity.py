@@ -1,0 +1,163 @@
+"""What the answers of a model depend on: one backward pass of the original gives every place its metric.
+
+With y the output of a module and g the gradient there of a loss that needs no labels (`Answers.drawn_loss`), an error δ
+of the tokens moves the answers by about δᵀ E[g gᵀ] δ. So the errors of a fit count by R with
+
+    RᵀR = G / (tr G / d) + MIXED · I,      G = E g gᵀ over tokens
+
+(a diagonal G from `DENSE` dimensions on), and tokens by half 1, half ‖g‖² over its mean, clipped: [CLS] of a classifier
+counts more than a comma.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from snnk_peft.calibrating.answers import Answers
+from snnk_peft.calibrating.batches import Survey, model_inputs
+from snnk_peft.errors import UnsupportedError
+from snnk_peft.layers.slots import real_tokens
+from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.solvers.reduce import global_index, summed, summed_number
+
+TOKENS = 16_384  # whose gradients are taken, about
+DENSE = 1536  # dimensions up to which the metric is a full matrix
+MIXED = 0.05  # of the identity, in a metric whose mean eigenvalue is 1
+CLIPPED = 20.0  # times the mean: the most that ‖g‖² counts
+GOLDEN = 0.6180339887498949
+
+
+@dataclass
+class Sensitivity:
+    """Gradients at the output of one module.
+
+    Attributes:
+        moment: Σ g gᵀ (d, d), or its diagonal (d,); None before the first batch.
+        tokens: how many were summed.
+        squares: ‖g‖² of every token, (n,), by number of the batch.
+    """
+
+    moment: Tensor | None = None
+    tokens: int = 0
+    squares: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add the gradients (n, d) at the tokens of a batch."""
+        rows = gradient.double()
+        squared = rows.square()
+        new = squared.sum(0) if rows.shape[1] > DENSE else rows.T @ rows
+        self.moment = new if self.moment is None else self.moment + new
+        self.tokens += len(rows)
+        self.squares[index] = squared.sum(1).float()
+
+    def reduce(self, width: int) -> None:
+        """Add those of all other processes; `width` is d."""
+        shape = (width,) if width > DENSE else (width, width)
+        self.moment = summed(torch.zeros(shape, dtype=torch.float64) if self.moment is None else self.moment)
+        self.tokens = int(summed_number(self.tokens))
+
+    def root(self) -> Tensor:
+        """R (d, d), symmetric, fp64; of no gradients at all the identity."""
+        assert self.moment is not None
+        moment = self.moment.diag() if self.moment.ndim == 1 else self.moment
+        identity = torch.eye(len(moment)).to(moment)
+        mean = float(moment.diagonal().mean())
+        if mean <= 0:
+            return identity
+        values, vectors = torch.linalg.eigh(moment / mean)
+        return (vectors * (values.clamp_min(0) + MIXED).sqrt()) @ vectors.T
+
+    def weights(self, index: int) -> Tensor | None:
+        """How much the tokens of a batch count, (n,); None for all alike, where no gradient was taken."""
+        squares = self.squares.get(index)
+        assert self.moment is not None
+        total = float(self.moment.sum() if self.moment.ndim == 1 else self.moment.trace())
+        if squares is None or total <= 0:
+            return None
+        return 0.5 + 0.5 * (squares * (self.tokens / total)).clamp_max(CLIPPED)
+
+
+def sensitivities(
+    model: Any, paths: Mapping[str, nn.Module], survey: Survey, seed: int, tick: Callable[[], Any]
+) -> dict[str, Sensitivity]:
+    """Measure the modules at `paths` in the model as it is, on about `TOKENS` tokens spread over all batches.
+
+    Raises:
+        UnsupportedError: the model cannot be differentiated.
+        ValueError: a gradient is NaN or infinite.
+    """
+    found = {path: Sensitivity() for path in paths}
+    answers, widths = Answers(model), dict.fromkeys(paths, 0)
+    share = TOKENS / max(1.0, summed_number(survey.tokens))
+    for index, batch in survey:
+        number = global_index(index)
+        tick()
+        # Spread evenly, whatever the rhythm in which batches are held out; the same ones for any number of processes.
+        if number * GOLDEN % 1 >= share:
+            continue
+        inputs = model_inputs(model, batch)
+        gradients = _gradients(model, paths, inputs, answers, site_generator(seed, f"answers.{number}"))
+        for path, runs in gradients.items():
+            rows = torch.cat([real_tokens(each, inputs.get("attention_mask")) for each in runs])
+            if not torch.isfinite(rows).all():
+                raise ValueError(
+                    f"batch {index}: gradients at {path} hold NaN or infinity; expected finite numbers. Run the model "
+                    'in fp32 or bf16, or calibrate with metric="local", which takes none'
+                )
+            found[path].add(index, rows)
+            widths[path] = rows.shape[1]
+    for path, each in found.items():
+        each.reduce(widths[path])
+    return found
+
+
+def _gradients(
+    model: Any,
+    paths: Mapping[str, nn.Module],
+    inputs: Mapping[str, Any],
+    answers: Answers,
+    generator: torch.Generator,
+) -> dict[str, list[Tensor]]:
+    """Gradients of the drawn loss at the outputs of the modules, one for each time that they run."""
+    added: dict[str, list[Tensor]] = {path: [] for path in paths}
+    with torch.inference_mode(False), torch.enable_grad(), _adding(paths, added):
+        try:
+            read = answers.read(model(**inputs), inputs)
+            if not all(bool(each.isfinite().all()) for each in read.values()):
+                return {}  # the fit that comes will say where that begins
+            loss = answers.drawn_loss(read, generator)
+            flat = [each for runs in added.values() for each in runs]
+            taken = torch.autograd.grad(loss, flat, allow_unused=True) if loss.requires_grad else [None] * len(flat)
+        except (RuntimeError, NotImplementedError) as error:
+            raise UnsupportedError(
+                f"the answers of {type(model).__name__} cannot be differentiated ({error}); calibrate with "
+                'metric="local", which needs no gradients'
+            ) from error
+    rest = iter(taken)
+    pairs = {path: [(each, next(rest)) for each in runs] for path, runs in added.items()}
+    return {
+        path: [torch.zeros_like(zero) if each is None else each for zero, each in runs] for path, runs in pairs.items()
+    }
+
+
+@contextlib.contextmanager
+def _adding(paths: Mapping[str, nn.Module], added: Mapping[str, list[Tensor]]) -> Iterator[None]:
+    """Add zeros to the outputs of modules in a context, of which gradients can be taken whatever trains."""
+
+    def add(path: str, module: nn.Module, args: Any, output: Any) -> Any:
+        first = output[0] if isinstance(output, tuple) else output
+        zeros = torch.zeros_like(first, requires_grad=True)
+        added[path].append(zeros)
+        return (first + zeros, *output[1:]) if isinstance(output, tuple) else first + zeros
+
+    with contextlib.ExitStack() as hooks:
+        for path, module in paths.items():
+            hooks.enter_context(module.register_forward_hook(partial(add, path)))
+        yield

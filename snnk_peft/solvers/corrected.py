@@ -1,0 +1,191 @@
+"""Readouts judged in the metric of the model's output, towards targets that make good what earlier layers got wrong.
+
+A place of the model gives y = L v, linear in the vectors v whose moments are known, and behind it the original's stream
+is ahead of the converted one's by m, which is part of v as well. Features φ are further parts of v. Sought is A φ + a
+
+    minimising   E w ‖R (y + s m − A φ − a)‖² + λ ‖A‖²,      judged by   E w ‖R (y + m − A φ − a)‖² on held-out tokens
+
+with token weights w in the moments, and RᵀR the metric: E g gᵀ of gradients of the answers (calibrating/sensitivity.py)
+and a little of the identity. The minimiser does not depend on R without a penalty; what R decides are the ridge λ and
+the strength s of the correction, and, in landmarks.py and narrow.py, which units stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snnk_peft.solvers.landmarks import SecondMoments
+from snnk_peft.solvers.reduce import relative_error
+
+STRENGTHS = (1.0, 0.5, 0.0)  # s, in the order of preference at equal errors
+
+
+class CorrectedFit(NamedTuple):
+    """A readout and what was chosen on held-out tokens.
+
+    Attributes:
+        weight: A (o, m), fp64.
+        bias: a (o,), or None.
+        ridge: λ as a fraction of the mean second moment of the features.
+        strength: s.
+        error: on held-out tokens, relative to the spread of R (y + m).
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    ridge: float
+    strength: float
+    error: float
+
+
+class Target(NamedTuple):
+    """What a readout is to give, as a function of the vectors v.
+
+    Args:
+        weight: L (o, width of v).
+        missing: coordinates of m in v, (o,); None for no correction.
+    """
+
+    weight: Tensor
+    missing: slice | None = None
+
+    def at(self, strength: float) -> Tensor:
+        """The matrix T of y + s m = T v, (o, width)."""
+        if self.missing is None or not strength:
+            return self.weight
+        whole = self.weight.clone()
+        whole[:, self.missing].diagonal().add_(strength)
+        return whole
+
+
+def fit_corrected(
+    train: SecondMoments,
+    held_out: SecondMoments,
+    features: Tensor,
+    target: Target,
+    metric: Tensor,
+    ridges: Sequence[float],
+    *,
+    intercept: bool = True,
+    refit: bool = False,
+    spread: Target | None = None,
+) -> CorrectedFit:
+    """Fit to one part of the tokens, choose ridge and strength on another; of equal errors the larger ridge wins.
+
+    Args:
+        train: moments of v, of the tokens to fit.
+        held_out: the same for other tokens.
+        features: coordinates of φ in v, (m,).
+        target: y and m.
+        metric: R (any, o).
+        ridges: candidates for λ.
+        intercept: whether there is a bias a; without it moments about the origin are fitted.
+        refit: fit to all tokens in the end; the error stays the one that was measured before.
+        spread: what the error is relative to, if it is not the target.
+    """
+    metric = metric.to(train.scatter)
+    square = metric.T @ metric
+    strengths = STRENGTHS if target.missing is not None else STRENGTHS[:1]
+    wanted = target.at(1.0)
+    solve = _Solver(train, features, intercept)
+    best: CorrectedFit | None = None
+    judge = _Judge(held_out, features, wanted, square)
+    for ridge in sorted(ridges, reverse=True):
+        whole = {strength: solve(target.at(strength), ridge) for strength in strengths[:: len(strengths) - 1 or 1]}
+        for strength in strengths:  # linear in s
+            ends = whole[1.0], whole.get(0.0, whole[1.0])
+            weight = strength * ends[0] + (1 - strength) * ends[1]
+            bias = _bias(train, features, target.at(strength), weight) if intercept else None
+            error = judge(weight, bias)
+            if best is None or error < best.error:
+                best = CorrectedFit(weight, bias, ridge, strength, error)
+    assert best is not None
+    variance, mean_square = _spread(held_out, wanted if spread is None else spread.at(1.0), square)
+    if refit:
+        weight, bias = readout(merged(train, held_out), features, target.at(best.strength), best.ridge, intercept)
+        best = best._replace(weight=weight, bias=bias)
+    return best._replace(error=relative_error(best.error, variance, mean_square))
+
+
+def readout(
+    moments: SecondMoments, features: Tensor, goal: Tensor, ridge: float, intercept: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """A (o, m) and a (o,) for the outputs T v, with T (o, width) the `goal`, and one ridge; the rest as above."""
+    weight = _Solver(moments, features, intercept)(goal, ridge)
+    return weight, _bias(moments, features, goal, weight) if intercept else None
+
+
+def merged(one: SecondMoments, other: SecondMoments) -> SecondMoments:
+    """The moments of the tokens of both; they are left as they are."""
+    together = SecondMoments(len(one.mean))
+    together.merge(one)
+    together.merge(other)
+    return together
+
+
+def error_of(
+    moments: SecondMoments, features: Tensor, target: Target, metric: Tensor, weight: Tensor, bias: Tensor | None
+) -> float:
+    """The error of any readout, A (o, m) and a (o,), on the tokens of some moments; relative, as that of a fit."""
+    square = metric.to(moments.scatter).T @ metric.to(moments.scatter)
+    goal = target.at(1.0)
+    return relative_error(_Judge(moments, features, goal, square)(weight, bias), *_spread(moments, goal, square))
+
+
+def moved(target: Target, features: Tensor, weight: Tensor) -> Target:
+    """The target minus W φ: a readout of what is left adds to W, and a large ridge leaves W (o, m) as it is."""
+    rest = target.weight.clone()
+    rest[:, features] -= weight.to(rest)
+    return Target(rest, target.missing)
+
+
+def _second(moments: SecondMoments, centred: bool) -> Tensor:
+    covariance = moments.covariance()
+    return covariance if centred else covariance + torch.outer(moments.mean, moments.mean)
+
+
+def _bias(moments: SecondMoments, features: Tensor, goal: Tensor, weight: Tensor) -> Tensor:
+    return goal @ moments.mean - weight @ moments.mean[features]
+
+
+class _Solver:
+    """A (T, λ) -> A of one set of moments, from one eigendecomposition."""
+
+    def __init__(self, moments: SecondMoments, features: Tensor, intercept: bool):
+        second = _second(moments, intercept)
+        self.columns = second[:, features]
+        self.values, self.vectors = torch.linalg.eigh(self.columns[features])
+        self.values = self.values.clamp_min(0)
+        self.scale = float(self.values.mean()) or 1.0
+
+    def __call__(self, goal: Tensor, ridge: float) -> Tensor:
+        cutoff = len(self.values) * torch.finfo(self.values.dtype).eps * self.values[-1]
+        inside = self.values > cutoff
+        inverse = torch.where(inside, 1 / torch.where(inside, self.values + ridge * self.scale, 1.0), 0.0)
+        return (goal @ self.columns @ self.vectors * inverse) @ self.vectors.T
+
+
+class _Judge:
+    """E w ‖R (T v − A φ − a)‖² over the tokens of some moments; the arguments as above."""
+
+    def __init__(self, moments: SecondMoments, features: Tensor, goal: Tensor, square: Tensor):
+        covariance = moments.covariance()
+        self.goal, self.square, self.mean = goal @ moments.mean, square, moments.mean[features]
+        self.whole = float(((goal @ covariance) * (square @ goal)).sum())
+        self.cross, self.gram = square @ (goal @ covariance[:, features]), covariance[features][:, features]
+
+    def __call__(self, weight: Tensor, bias: Tensor | None) -> float:
+        offset = self.goal - weight @ self.mean - (0 if bias is None else bias)
+        explained = float((weight * (2 * self.cross - self.square @ weight @ self.gram)).sum())
+        return max(0.0, self.whole - explained + float(offset @ self.square @ offset))
+
+
+def _spread(moments: SecondMoments, goal: Tensor, square: Tensor) -> tuple[float, float]:
+    """The variance of R T v, and its mean square."""
+    variance = float(((goal @ moments.covariance()) * (square @ goal)).sum())
+    mean = goal @ moments.mean
+    return variance, variance + float(mean @ square @ mean)
