@@ -16,9 +16,9 @@ from snnk_cli.convert_settings import ConvertConfig
 from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data
 from snnk_cli.files import read_json, write_json, writing
-from snnk_cli.texts import batches_by_length, drawn
 from snnk_peft import CalibrationReport, Plan, SNNKConfig, calibrate, get_snnk_model, plan
 from snnk_peft.errors import ConfigError
+from snnk_peft.tasks.texts import batches_by_length, drawn
 
 RECORD = "conversion.json"
 

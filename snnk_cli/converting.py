@@ -25,11 +25,12 @@ from snnk_cli.models import train_in_use
 from snnk_cli.tables import grid
 from snnk_cli.task_settings import tasks
 from snnk_cli.teacher import Distilled, agreement, load_teacher, stored_dtype, teacher_task
-from snnk_cli.texts import drawn, held_back, read_texts
+from snnk_cli.texts import held_back, read_texts
 from snnk_cli.timing import forward_seconds, ratio
 from snnk_peft import bundle
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import write_model_card
+from snnk_peft.tasks.texts import drawn
 
 FEW = 100  # examples to compare predictions on
 

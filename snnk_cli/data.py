@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from snnk_cli.settings import FinetuneConfig, StepSettings
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base import IGNORED
+from snnk_peft.tasks.texts import Tokens
 
 _MEGABATCH = 50  # batches sorted together: long enough to find similar lengths, short enough to keep the order random
 
@@ -99,26 +100,22 @@ class Examples(ExampleSet):
             max_length=max_length,
             return_attention_mask=False,
         )
-        self.columns = {name: [np.asarray(ids, dtype=np.int64) for ids in values] for name, values in encoded.items()}
+        self._tokens = Tokens(encoded, tokenizer)
+        self.columns, self.lengths = self._tokens.columns, self._tokens.lengths
         if of_words:
             self.columns["labels"] = _at_first_tokens(encoded, list(rows["label"]))
             self.labels = torch.from_numpy(np.concatenate(self.columns["labels"]))
         else:
             labels = np.asarray(list(rows["label"]))
             self.labels = torch.from_numpy(labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64))
-        self.lengths = [len(ids) for ids in self.columns["input_ids"]]
-        self._pad = {"input_ids": tokenizer.pad_token_id or 0, "token_type_ids": tokenizer.pad_token_type_id}
-        self._pad["labels"] = IGNORED
-        self._left = tokenizer.padding_side == "left"
+        self._tokens.fillers["labels"] = IGNORED
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """Model inputs of the chosen examples: input_ids, attention_mask, ... (batch, longest).
 
         And labels, (batch,), or of words (batch, longest).
         """
-        chosen = {name: [values[index] for index in indices] for name, values in self.columns.items()}
-        chosen["attention_mask"] = [np.ones_like(ids) for ids in chosen["input_ids"]]
-        inputs = {name: padded(values, self._pad.get(name, 0), self._left) for name, values in chosen.items()}
+        inputs = self._tokens.batch(indices)
         if "labels" not in inputs:
             inputs["labels"] = self.labels[list(indices)]
         return {name: values.to(device) for name, values in inputs.items()}
@@ -133,15 +130,6 @@ def check_not_empty(rows: Sized) -> None:
     """ConfigError for a split without examples."""
     if len(rows) == 0:
         raise ConfigError("the data hold no example; expected at least one row per split")
-
-
-def padded(values: Sequence[np.ndarray], filler: int = 0, left: bool = False) -> torch.Tensor:
-    """(examples, longest) int64 from arrays (length,), filled up behind them or, with `left`, before them."""
-    longest = max(map(len, values))
-    filled = np.full((len(values), longest), filler, dtype=np.int64)
-    for row, ids in zip(filled, values, strict=True):
-        row[longest - len(ids) if left else 0 :][: len(ids)] = ids
-    return torch.from_numpy(filled)
 
 
 def digest(labels: bytes, columns: Iterable[tuple[str, Sequence[np.ndarray]]], dtype: type[np.integer[Any]]) -> str:

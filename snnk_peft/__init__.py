@@ -17,6 +17,8 @@ from snnk_peft.calibrating.calibrate import calibrate
 from snnk_peft.calibrating.report import AdapterReport, CalibrationReport
 from snnk_peft.components import COMPONENTS
 from snnk_peft.config import SNNKConfig
+from snnk_peft.converting.convert import Converted, convert
+from snnk_peft.converting.report import ConversionReport
 from snnk_peft.exporting.export import export
 from snnk_peft.exporting.report import ExportReport
 from snnk_peft.families import FAMILIES, ModelFamily, register_family
@@ -53,6 +55,8 @@ __all__ = [
     "AttentionPart",
     "CalibrationReport",
     "ClosedFormHead",
+    "ConversionReport",
+    "Converted",
     "ExportReport",
     "FFNPart",
     "Factors",
@@ -79,6 +83,7 @@ __all__ = [
     "calibrate",
     "calibrate_adapters",
     "check_family",
+    "convert",
     "export",
     "factorize",
     "factorize_many",

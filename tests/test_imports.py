@@ -39,6 +39,7 @@ LAYERS: list[set[str]] = [
     {"cost"},
     {"planning"},
     {"tasks"},
+    {"converting"},
     {"__init__"},
 ]
 LEVEL = {unit: level for level, units in enumerate(LAYERS) for unit in units}

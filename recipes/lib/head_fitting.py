@@ -20,12 +20,12 @@ from snnk_cli.plots import score_over_seconds
 from snnk_cli.results import card_of
 from snnk_cli.tables import grid
 from snnk_cli.terminal import bar, read_log
-from snnk_cli.texts import batches_by_length, drawn
 from snnk_peft import ClosedFormHead, HeadFeatures
 from snnk_peft.bundling.pooled_head import separator_of
 from snnk_peft.errors import NumericalWarning
 from snnk_peft.heads.fitted import FittedHead, expected_calibration_error
 from snnk_peft.model_card import write_model_card
+from snnk_peft.tasks.texts import batches_by_length, drawn
 
 STATISTICS, RECORD = "statistics.safetensors", "head.json"  # what was fitted, written before the first checkpoint
 PLOT = "score_over_seconds.png"

@@ -109,7 +109,12 @@ def read_split(name: str, config: str | None, split: str, columns: Sequence[str]
     if split not in saved:
         held = "" if split == "train" else "; data.eval_split=train holds back a part of that"
         raise ConfigError(f"{name}: {did_you_mean('split', split, list(saved))}{held}")
-    return _checked(_of_dataset(f"{name}, split {split}", saved[split], columns))
+    return read_dataset(f"{name}, split {split}", saved[split], columns)
+
+
+def read_dataset(source: str, dataset: Any, columns: Sequence[str]) -> Rows:
+    """The wanted columns of a `datasets.Dataset`; ConfigError for a missing column or no row."""
+    return _checked(_of_dataset(source, dataset, columns))
 
 
 def _of_lines(

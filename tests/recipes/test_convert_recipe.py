@@ -38,8 +38,8 @@ from snnk_cli.convert_settings import ConvertConfig, UptrainSection
 from snnk_cli.converting import push
 from snnk_cli.models import train_in_use
 from snnk_cli.teacher import Distilled, agreement, layer_loss, load_teacher, logit_loss, teacher_task
-from snnk_cli.texts import batches_by_length
 from snnk_peft.errors import ConfigError
+from snnk_peft.tasks.texts import batches_by_length
 from tests.fresh_process import run_python, start_python
 from tests.hub_stand_in import HubStandIn
 

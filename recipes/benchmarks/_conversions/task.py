@@ -27,7 +27,7 @@ from snnk_cli.evaluation import Alone, evaluation_splits, predict
 from snnk_cli.modality import modality_of
 from snnk_cli.settings import DataSection
 from snnk_cli.teacher import load_teacher
-from snnk_cli.texts import batches_by_length, drawn
+from snnk_peft.tasks.texts import batches_by_length, drawn
 
 
 def add_options(options: argparse.ArgumentParser) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from data import Sequences
 
-from snnk_cli.data import ExampleSet, check_not_empty, digest, padded
+from snnk_cli.data import ExampleSet, check_not_empty, digest
+from snnk_peft.tasks.texts import padded
 
 
 class SequenceExamples(ExampleSet):

@@ -46,12 +46,12 @@ from snnk_cli.files import guarded
 from snnk_cli.modality import load_tokenizer
 from snnk_cli.models import resolve_model
 from snnk_cli.run_folder import environment
-from snnk_cli.texts import batches_by_length, drawn
 from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention.recording import Recorder
 from snnk_peft.projections import PROJECTIONS
+from snnk_peft.tasks.texts import batches_by_length, drawn
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = Path(__file__).resolve().parent / "results" / "attention_estimates"

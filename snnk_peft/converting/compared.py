@@ -1,0 +1,87 @@
+"""The original and its conversion on examples that were held out: answers, states of the layers, seconds, bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.calibrating.answers import Answers, Comparison
+from snnk_peft.calibrating.batches import model_inputs
+from snnk_peft.converting.timing import side_by_side
+from snnk_peft.planning.costs import clock, stored_bytes
+
+LEAST_COSINE = 0.99
+
+
+@torch.no_grad()
+def compared(
+    original: nn.Module, other: nn.Module, batches: Sequence[Mapping[str, Any]], answers: Answers
+) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Figures of `Comparison`, and of each layer how far its states are from the original's.
+
+    Returns:
+        The figures, `distance` among them; and per layer, front to back, `error`, the squared difference of the states
+        behind it (residual and normalisation included) relative to their variance, and `psnr`, in dB, of their range.
+        No layer where the model gives no states.
+    """
+    comparison = Comparison(answers)
+    sums: list[_States] = []
+    for batch in batches:
+        inputs = model_inputs(original, batch)
+        expected, given = (model(**inputs, output_hidden_states=True) for model in (original, other))
+        comparison.update(expected, given, inputs)
+        states = [each.get("hidden_states") or () for each in (expected, given)]
+        if not sums:
+            sums = [_States() for _ in states[0][1:]]
+        for layer, wanted, found in zip(sums, states[0][1:], states[1][1:], strict=False):
+            layer.update(wanted, found, inputs.get("attention_mask"))
+    return {**comparison.figures(), "distance": comparison.distance()}, [layer.figures() for layer in sums]
+
+
+class _States:
+    """Sums over the tokens of one layer."""
+
+    def __init__(self) -> None:
+        self.missed = self.squares = self.count = 0.0
+        self.total: Any = 0.0
+        self.least, self.most = math.inf, -math.inf
+
+    def update(self, wanted: torch.Tensor, found: torch.Tensor, mask: Any) -> None:
+        if isinstance(mask, torch.Tensor) and mask.shape == wanted.shape[:-1]:
+            wanted, found = wanted[mask.bool()], found[mask.bool()]
+        wanted, found = (each.reshape(-1, each.shape[-1]).double() for each in (wanted, found))
+        self.missed += float((wanted - found).square().sum())
+        self.squares += float(wanted.square().sum())
+        self.total = self.total + wanted.sum(0)
+        self.count += len(wanted)
+        self.least, self.most = min(self.least, float(wanted.min())), max(self.most, float(wanted.max()))
+
+    def figures(self) -> dict[str, float]:
+        spread = self.squares - float(self.total.square().sum()) / self.count
+        mean = self.missed / (self.count * len(self.total))
+        return {
+            "error": self.missed / spread if spread > 0 else 0.0,
+            "psnr": 10 * math.log10((self.most - self.least) ** 2 / mean) if mean > 0 else math.inf,
+        }
+
+
+@torch.inference_mode()
+def seconds(models: Mapping[str, nn.Module], batch: Mapping[str, Any]) -> dict[str, float]:
+    """The least seconds of a forward pass of each, side by side, on one batch."""
+    first = next(iter(models.values()))
+    inputs = model_inputs(first, batch)
+    return side_by_side({name: partial(model, **inputs) for name, model in models.items()}, clock(first))
+
+
+def size(model: nn.Module) -> dict[str, int]:
+    """Parameters (rows of feature maps, which are buffers, among them) and bytes of the saved model."""
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()}
+    return {
+        "parameters": sum(each.numel() for each in tensors.values()),
+        "bytes": int(stored_bytes(model, ()).whole),
+    }

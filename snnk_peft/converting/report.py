@@ -1,0 +1,189 @@
+"""ConversionReport: what a user compares after `convert`; a table, a file, a plot."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from snnk_peft.arguments import folder_of
+from snnk_peft.calibrating.report import AdapterReport, CalibrationReport
+from snnk_peft.errors import ConfigError
+from snnk_peft.planning.result import Plan
+from snnk_peft.saved_folder import whole_file
+
+FILE, PICTURE = "conversion.json", "conversion.png"
+SHOWN = {  # figure -> how it is called
+    "agreement": "same answer",
+    "divergence": "KL",
+    "perplexity": "perplexity",
+    "correlation": "correlation",
+    "difference": "difference",
+    "cosine": "cosine",
+    "similarity_correlation": "similarities",
+    "neighbours": "neighbours",
+}
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """Original and conversion, side by side.
+
+    Args:
+        models: by name, the original first: `milliseconds` of a batch (the least of passes that took turns),
+            `parameters`, `bytes`; and of all but the original the figures of their answers on the held-out examples
+            (see `snnk_peft.calibrating.answers.Comparison`).
+        examples: how many were fitted, and how many held out.
+        timed: shape of the batch that was timed.
+        layers: behind each layer, `error` and `psnr` of the states on the held-out examples.
+        seconds: of each stage.
+        recovery: of the steps towards the original's answers: `steps`, `before` and `after`, the distance on examples
+            that were not trained on.
+        plan: what chose the parts; None if they were given.
+        calibration: errors of the single fits.
+        warnings: what to look at, with what to do about it.
+        settings: the arguments.
+    """
+
+    models: Mapping[str, Mapping[str, float]]
+    examples: Mapping[str, int]
+    timed: str
+    layers: Sequence[Mapping[str, float]]
+    seconds: Mapping[str, float]
+    recovery: Mapping[str, float]
+    plan: Plan | None
+    calibration: CalibrationReport | AdapterReport
+    warnings: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def figures(self) -> Mapping[str, float]:
+        """Of the converted model."""
+        return self.models["converted"]
+
+    @property
+    def speed_up(self) -> float:
+        return self.models["original"]["milliseconds"] / self.models["converted"]["milliseconds"]
+
+    def to_dict(self) -> dict[str, Any]:
+        plain = ("models", "examples", "timed", "layers", "seconds", "recovery", "warnings", "settings")
+        return {
+            "speed_up": self.speed_up,
+            **{name: _plain(getattr(self, name)) for name in plain},
+            "plan": None if self.plan is None else _plain(self.plan.to_dict()),
+            "calibration": _plain(self.calibration.to_dict()),
+        }
+
+    def save(self, folder: str | os.PathLike[str], *, picture: bool = True) -> None:
+        """Write conversion.json, the data of `to_dict` (null for what is not finite), and conversion.png.
+
+        Args:
+            folder: is made if need be.
+            picture: False leaves the plot out, and needs no matplotlib.
+
+        Raises:
+            ConfigError: no path of a folder; matplotlib is not installed; nothing is written.
+        """
+        target = folder_of("folder", folder)
+        drawn = draw(self) if picture else None
+        target.mkdir(parents=True, exist_ok=True)
+        with whole_file(target / FILE) as temporary:
+            temporary.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        if drawn is not None:
+            with whole_file(target / PICTURE) as temporary:
+                temporary.write_bytes(drawn)
+
+    def __str__(self) -> str:
+        names = [name for name in SHOWN if any(name in row for row in self.models.values())]
+        width = max(map(len, self.models))
+        head = "".join(f"  {SHOWN[name]:>12}" for name in names)
+        lines = [f"{'model':<{width}}  {'ms':>8}  {'speed':>6}  {'parameters':>12}  {'MB':>8}{head}"]
+        first = self.models["original"]["milliseconds"]
+        for model, row in self.models.items():
+            figures = "".join(f"  {_number(row.get(name)):>12}" for name in names)
+            lines.append(
+                f"{model:<{width}}  {row['milliseconds']:>8.2f}  {first / row['milliseconds']:>5.2f}x  "
+                f"{int(row['parameters']):>12,}  {row['bytes'] / 1e6:>8.1f}{figures}"
+            )
+        lines.append(
+            f"Answers of {self.examples['held_out']:,} examples that were held out, beside the original's; "
+            f"{self.examples['fitted']:,} were fitted. Timed on {self.timed}"
+        )
+        if self.plan is not None:
+            lines.append(f"plan: {told(self.plan)}")
+        if (taken := self.recovery.get("steps")) is not None:
+            lines.append(
+                f"recovery: {int(taken)} steps, distance {self.recovery['before']:.4f} -> {self.recovery['after']:.4f}"
+            )
+        lines.append(", ".join(f"{name} {spent:.0f} s" for name, spent in self.seconds.items()))
+        return "\n".join([*lines, *(f"warning: {each}" for each in self.warnings)])
+
+
+def told(plan: Plan) -> str:
+    """The choice of a plan in a line: "ffn 64 in layers 0, 2; narrow_heads 16 in layer 1"."""
+    where: dict[tuple[str, str], list[int | None]] = {}
+    for choice in plan.choices:
+        where.setdefault((choice.part, choice.size), []).append(choice.layer)
+    if not where:
+        return "nothing is replaced"
+    return "; ".join(
+        f"{part} {size}"
+        + ("" if layers == [None] else f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}")
+        for (part, size), layers in where.items()
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _plain(data: Any) -> Any:
+    """Plain data; None for numbers that JSON lacks."""
+    if isinstance(data, Mapping):
+        return {str(key): _plain(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_plain(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def main_figure(row: Mapping[str, float]) -> str:
+    """What one number of a model's answers is looked at first."""
+    return next((name for name in ("agreement", "cosine", "correlation") if name in row), "distance")
+
+
+def draw(report: ConversionReport) -> bytes:
+    """A PNG: the share of answers kept over the time of a pass, and the error of the states behind each layer.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"matplotlib is not installed, and {PICTURE} is drawn with it; pip install matplotlib, or save with "
+            "picture=False"
+        ) from error
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    name = main_figure(report.figures)
+    for model, row in report.models.items():
+        kept = row.get(name, 0.0 if name == "distance" else 1.0)
+        left.plot(row["milliseconds"], kept, "o")
+        left.annotate(f" {model}", (row["milliseconds"], kept), fontsize=8)
+    left.set(xlabel="milliseconds of a batch", ylabel=SHOWN.get(name, name), title="answers of held-out examples")
+    left.set_xlim(left=0)
+    left.margins(x=0.25, y=0.2)
+    places = range(len(report.layers))
+    right.bar(places, [layer["error"] for layer in report.layers])
+    right.set(xlabel="layer", ylabel="squared error of the variance", title="states behind each layer")
+    right.set_xticks(places)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+    file = io.BytesIO()
+    figure.savefig(file, dpi=120, format="png")
+    return file.getvalue()
