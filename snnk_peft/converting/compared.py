@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,25 +15,30 @@ from snnk_peft.calibrating.batches import model_inputs
 from snnk_peft.converting.timing import side_by_side
 from snnk_peft.planning.costs import clock, stored_bytes
 
-LEAST_COSINE = 0.99
-
 
 @torch.no_grad()
 def compared(
-    original: nn.Module, other: nn.Module, batches: Sequence[Mapping[str, Any]], answers: Answers
+    original: nn.Module, other: Callable[..., Any], batches: Sequence[Mapping[str, Any]], answers: Answers
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
     """Figures of `Comparison`, and of each layer how far its states are from the original's.
+
+    Args:
+        original: the model.
+        other: another model; or a function of its inputs that gives its outputs, but no states.
+        batches: held-out examples.
+        answers: how both are read.
 
     Returns:
         The figures, `distance` among them; and per layer, front to back, `error`, the squared difference of the states
         behind it (residual and normalisation included) relative to their variance, and `psnr`, in dB, of their range.
-        No layer where the model gives no states.
+        No layer where there are no states.
     """
     comparison = Comparison(answers)
     sums: list[_States] = []
+    asked = {"output_hidden_states": True} if isinstance(other, nn.Module) else {}
     for batch in batches:
         inputs = model_inputs(original, batch)
-        expected, given = (model(**inputs, output_hidden_states=True) for model in (original, other))
+        expected, given = original(**inputs, **asked), other(**inputs, **asked)
         comparison.update(expected, given, inputs)
         states = [each.get("hidden_states") or () for each in (expected, given)]
         if not sums:
@@ -71,11 +76,16 @@ class _States:
 
 
 @torch.inference_mode()
-def seconds(models: Mapping[str, nn.Module], batch: Mapping[str, Any]) -> dict[str, float]:
-    """The least seconds of a forward pass of each, side by side, on one batch."""
-    first = next(iter(models.values()))
-    inputs = model_inputs(first, batch)
-    return side_by_side({name: partial(model, **inputs) for name, model in models.items()}, clock(first))
+def seconds(runs: Mapping[str, Callable[..., Any]], model: nn.Module, batch: Mapping[str, Any]) -> dict[str, float]:
+    """The least seconds of a forward pass of each, side by side, on one batch.
+
+    Args:
+        runs: models, or functions of the same inputs.
+        model: says where the inputs belong.
+        batch: the inputs.
+    """
+    inputs = model_inputs(model, batch)
+    return side_by_side({name: partial(run, **inputs) for name, run in runs.items()}, clock(model))
 
 
 def size(model: nn.Module) -> dict[str, int]:

@@ -16,6 +16,8 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.planning.result import Plan
 from snnk_peft.saved_folder import whole_file
 
+LEAST_COSINE = 0.99
+HARM = 0.05  # error of the last states, of their variance, from which it is worth looking where it arises
 FILE, PICTURE = "conversion.json", "conversion.png"
 SHOWN = {  # figure -> how it is called
     "agreement": "same answer",
@@ -135,6 +137,26 @@ def told(plan: Plan) -> str:
         + ("" if layers == [None] else f" in layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}")
         for (part, size), layers in where.items()
     )
+
+
+def warnings_of(figures: Mapping[str, float], layers: Sequence[Mapping[str, float]]) -> list[str]:
+    """What to look at, with the remedy."""
+    found = []
+    if figures.get("cosine", 1.0) < LEAST_COSINE:
+        found.append(
+            f"the vectors are at a cosine of {figures['cosine']:.3f} to the original's: make stored ones anew with the "
+            "converted model, and do not mix the two. A larger budget, or longer recovery, keeps them nearer"
+        )
+    added = [now["error"] - before for before, now in zip([0.0, *(x["error"] for x in layers)], layers, strict=False)]
+    worst = max(range(len(added)), key=added.__getitem__, default=0)
+    if len(added) > 2 and layers[-1]["error"] > HARM and added[worst] > 0.5 * layers[-1]["error"]:
+        found.append(
+            f"most of the error arises in layer {worst}: its states are off by {layers[worst]['error']:.3f} of their "
+            "variance, those before by "
+            f"{layers[worst - 1]['error'] if worst else 0.0:.3f}. Leave that layer as it is (layers= of the parts), or "
+            "give it more features"
+        )
+    return found
 
 
 def _number(value: float | None) -> str:

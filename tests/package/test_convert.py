@@ -37,14 +37,15 @@ def texts(count: int = 48) -> list[str]:
 
 
 def converted(model: Any, data: Any, **given: Any) -> Any:
-    return convert(model, data, None, **{"parts": PARTS, "progress": False, "tokenizer": tokenizer(), **given})
+    fixed = {"parts": PARTS, "progress": False, "tokenizer": tokenizer(), "steps": 2}
+    return convert(model, data, None, **{**fixed, **given})
 
 
 def test_texts_in_a_plain_model_out(tmp_path: Path) -> None:
     """From a folder, whose tokenizer is found; what is saved loads with transformers and answers the same."""
     tiny("bert").save_pretrained(tmp_path / "in")
     tokenizer().save_pretrained(tmp_path / "in")
-    done = convert(str(tmp_path / "in"), texts(), None, parts=PARTS, progress=False)
+    done = convert(str(tmp_path / "in"), texts(), None, parts=PARTS, steps=2, progress=False)
     assert done.report.examples == {"fitted": 41, "held_out": 7}
     done.save_pretrained(tmp_path / "out")
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
@@ -59,7 +60,7 @@ def test_texts_in_a_plain_model_out(tmp_path: Path) -> None:
 
 def test_no_tokenizer_anywhere() -> None:
     with pytest.raises(ConfigError, match=r"AutoTokenizer.from_pretrained"):
-        convert(tiny("bert"), texts(), None, parts=PARTS, progress=False)
+        convert(tiny("bert"), texts(), None, parts=PARTS, steps=2, progress=False)
 
 
 def test_the_given_model_stays_as_it_was() -> None:

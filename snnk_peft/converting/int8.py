@@ -1,0 +1,43 @@
+"""A model as an ONNX file with int8 Linears: its answers, seconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from snnk_peft.converting.examples import Batches
+from snnk_peft.exporting.export import export
+
+FILE = "model_int8.onnx"
+GIVEN = 4  # batches on which the file is checked against the model
+
+
+def exported(model: Any, folder: Path, batches: Batches) -> Path:
+    """Write the file; returns its path."""
+    folder.mkdir(parents=True, exist_ok=True)
+    export(model, "onnx", folder / FILE, batches=batches[:GIVEN], int8=True)
+    return folder / FILE
+
+
+def runner(file: Path) -> Callable[..., dict[str, torch.Tensor]]:
+    """The program of a file as a function of model inputs, on as many threads as torch takes."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
+    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    reads, gives = ([each.name for each in side()] for side in (session.get_inputs, session.get_outputs))
+
+    def run(**inputs: Any) -> dict[str, torch.Tensor]:
+        found = session.run(gives, {name: inputs[name].cpu().numpy() for name in reads})
+        return {name: torch.from_numpy(value) for name, value in zip(gives, found, strict=True)}
+
+    return run
+
+
+def bytes_of(file: Path) -> int:
+    """Of a file, and of the weights beside it where they are too many for one."""
+    return sum(each.stat().st_size for each in file.parent.glob(f"{file.name}*"))

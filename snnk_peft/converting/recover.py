@@ -1,0 +1,238 @@
+"""recover: a few steps of AdamW towards the original's answers and states, without labels; never worse than before.
+
+The loss of a batch is the mean distance of its answers (`Answers.distances`: nats of logits, squares of numbers,
+1 − cosine of embeddings) plus, of embeddings, the mean square by which the similarities within the batch are off, plus
+the mean over layers of the squared error of the states relative to their variance. The learning rate rises over the
+first steps and falls to zero as the time runs out. The weights that are kept are those of least distance on batches
+that were not trained on: an average over the latest steps, or those from before.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from snnk_peft.calibrating.answers import Answers, Rows
+from snnk_peft.calibrating.batches import is_held_out, model_inputs
+from snnk_peft.feature_map import FeatureMap
+from snnk_peft.solvers.reduce import ErrorMeter
+
+HELD_OUT = 0.125  # of the batches, to choose the weights
+CHECKS = 4  # times that the weights are compared on them
+RATE, WARM_UP, DECAY = 2e-4, 10, 0.01
+AVERAGE = 0.9  # of the weights, per step
+STATES, SIMILARITIES = 1.0, 1.0  # weights of the loss
+KEPT = 1 << 29  # bytes of the original's answers and states; beyond that they are computed again
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What the steps did.
+
+    Args:
+        steps: that were taken.
+        before: distance to the original's answers on batches that were not trained on.
+        after: the same of the weights that were kept.
+        seconds: wall time.
+    """
+
+    steps: int
+    before: float
+    after: float
+    seconds: float
+
+
+class Wanted:
+    """The original's answers and states, computed once for each batch, and kept as long as there is room.
+
+    Args:
+        original: the model.
+        answers: how it is read.
+        states: whether states are wanted, too.
+    """
+
+    def __init__(self, original: nn.Module, answers: Answers, states: bool):
+        self.original, self.answers, self.states = original, answers, states
+        self.kept: dict[int, tuple[Rows, list[Tensor]]] = {}
+        self.room = KEPT
+
+    def of(self, number: int, inputs: Mapping[str, Any]) -> tuple[Rows, list[Tensor]]:
+        """Answers, and the states behind each layer, of one batch."""
+        if number in self.kept:
+            return self.kept[number]
+        with torch.no_grad():
+            outputs = self.original(**inputs, output_hidden_states=self.states)
+            found = self.answers.read(outputs, inputs), list(outputs.get("hidden_states") or ())[1:]
+        size = sum(each.numel() * each.element_size() for each in (*found[0].values(), *found[1]))
+        if size <= self.room:
+            self.kept[number] = found
+            self.room -= size
+        return found
+
+
+def recover(
+    model: nn.Module,
+    original: nn.Module,
+    batches: Sequence[Mapping[str, Any]],
+    answers: Answers,
+    *,
+    seconds: float = 20.0,
+    steps: int | None = None,
+    seed: int = 0,
+    progress: bool = True,
+) -> Recovery:
+    """Train a converted model towards the original, in place.
+
+    Args:
+        model: plain, in full precision; left in eval mode, and as it was if no step brought it nearer.
+        original: what it was made from.
+        batches: inputs of both; an eighth of them chooses the weights and is not trained on.
+        answers: how both are read.
+        seconds: wall time; how many steps there are depends on the machine.
+        steps: so many instead, which is the same on every run.
+        seed: of the order of the batches.
+        progress: show a progress bar.
+    """
+    started = time.perf_counter()
+    held = [number for number in range(len(batches)) if is_held_out(number, HELD_OUT)] or [len(batches) - 1]
+    fitted = [number for number in range(len(batches)) if number not in held]
+    weights = trained_weights(model)
+    if not fitted or not weights:
+        return Recovery(0, math.nan, math.nan, 0.0)
+    wanted = Wanted(original, answers, STATES > 0)
+
+    def distance() -> float:
+        return _distance(model, wanted, batches, held)
+
+    before = best = distance()
+    kept = [each.detach().clone() for each in weights]
+    average = [each.detach().clone() for each in weights]
+    everything: list[Tensor] = [*model.parameters(), *weights]
+    asked = [each.requires_grad for each in everything]
+    generator, order = torch.Generator().manual_seed(seed), list[int]()
+    check, taken, done = 0, 0, 0.0
+    begun = time.perf_counter()
+    bar = tqdm(total=steps or round(seconds), desc="recover", unit="step" if steps else "s", disable=not progress)
+    try:
+        for each in everything:
+            each.requires_grad_(False)
+        for each in weights:
+            each.requires_grad_(True)
+        optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.98), weight_decay=DECAY)
+        while done < 1:
+            order = order or [fitted[place] for place in torch.randperm(len(fitted), generator=generator).tolist()]
+            optimizer.param_groups[0]["lr"] = RATE * min(1.0, (taken + 1) / WARM_UP) * (1 - done)
+            inputs = model_inputs(model, batches[number := order.pop()])
+            loss = loss_of(model, inputs, *wanted.of(number, inputs), answers)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            taken += 1
+            with torch.no_grad():
+                decay = min(AVERAGE, taken / (taken + 9))
+                for mean, each in zip(average, weights, strict=True):
+                    mean.lerp_(each, 1 - decay)
+            done = taken / steps if steps else (time.perf_counter() - begun) / seconds
+            bar.update((taken if steps else min(round(done * seconds), round(seconds))) - bar.n)
+            if done >= (check + 1) / CHECKS or done >= 1:
+                check = math.floor(done * CHECKS)
+                now = _assigned(weights, average)
+                if (found := distance()) < best:
+                    best = found
+                    _assigned(kept, average)
+                bar.set_postfix_str(f"distance {found:.4f}, at first {before:.4f}")
+                _assigned(weights, now)
+    finally:
+        bar.close()
+        _assigned(weights, kept)
+        for each, flag in zip(everything, asked, strict=True):
+            each.requires_grad_(flag)
+            each.grad = None
+    return Recovery(taken, before, best, time.perf_counter() - started)
+
+
+@torch.no_grad()
+def _assigned(target: Sequence[Tensor], source: Sequence[Tensor]) -> list[Tensor]:
+    """Write values into tensors; returns those from before."""
+    before = [each.detach().clone() for each in target]
+    for each, value in zip(target, source, strict=True):
+        each.copy_(value)
+    return before
+
+
+def trained_weights(model: nn.Module) -> list[Tensor]:
+    """Everything in floating point but embeddings; of feature maps over rows of a layer these rows, too."""
+    tables = {id(each) for part in model.modules() if isinstance(part, nn.Embedding) for each in part.parameters()}
+    rows = [
+        buffer
+        for part in model.modules()
+        if isinstance(part, FeatureMap) and part.projection.needs_layer
+        for name, buffer in part.projection.named_buffers()
+        if name in ("weight", "bias") and buffer.is_floating_point()
+    ]
+    weights: list[Tensor] = [each for each in model.parameters() if each.is_floating_point() and id(each) not in tables]
+    return [*weights, *rows]
+
+
+def loss_of(
+    model: nn.Module, inputs: Mapping[str, Any], answers: Rows, states: Sequence[Tensor], reader: Answers
+) -> Tensor:
+    """The loss of the module text, a scalar.
+
+    Args:
+        model: that is trained.
+        inputs: of one batch.
+        answers: the original's.
+        states: the original's behind each layer; none for no such term.
+        reader: of the answers.
+    """
+    outputs = model(**inputs, output_hidden_states=bool(states))
+    mine = reader.read(outputs, inputs)
+    loss = torch.zeros((), device=next(iter(mine.values())).device)
+    for name, distances in reader.distances(answers, mine).items():
+        kind, rows = reader.kind(name, mine[name].shape[-1]), answers[name]
+        scale = rows.float().var(0).sum().clamp_min(1e-6) if kind == "numbers" and len(rows) > 1 else 1.0
+        loss = loss + distances.mean() / scale
+        if kind == "vectors":
+            loss = loss + SIMILARITIES * (rows @ rows.T - mine[name] @ mine[name].T).square().mean()
+    if states:
+        mask = inputs.get("attention_mask")
+        pairs = zip(states, outputs["hidden_states"][1:], strict=True)
+        loss = loss + STATES * torch.stack([state_error(*pair, mask) for pair in pairs]).mean()
+    return loss
+
+
+def state_error(wanted: Tensor, given: Tensor, mask: Any) -> Tensor:
+    """Squared difference relative to the variance, over the tokens that are no padding."""
+    if isinstance(mask, Tensor) and mask.shape == wanted.shape[:-1]:
+        wanted, given = wanted[mask.bool()], given[mask.bool()]
+    wanted, given = (each.float().reshape(-1, each.shape[-1]) for each in (wanted, given))
+    spread = (wanted - wanted.mean(0)).square().sum()
+    return (wanted - given).square().sum() / spread.clamp_min(1e-12)
+
+
+@torch.no_grad()
+def _distance(model: nn.Module, wanted: Wanted, batches: Sequence[Mapping[str, Any]], held: Sequence[int]) -> float:
+    """As `Comparison.distance`, with the original's answers at hand."""
+    sums: dict[str, list[float]] = {}
+    meters: dict[str, ErrorMeter] = {}
+    for number in held:
+        inputs = model_inputs(model, batches[number])
+        expected = wanted.of(number, inputs)[0]
+        mine = wanted.answers.read(model(**inputs), inputs)
+        for name, distances in wanted.answers.distances(expected, mine).items():
+            if wanted.answers.kind(name, mine[name].shape[-1]) == "numbers":
+                meters.setdefault(name, ErrorMeter()).update(expected[name].double(), mine[name].double())
+            else:
+                total = sums.setdefault(name, [0.0, 0.0])
+                total[0] += float(distances.double().sum())
+                total[1] += len(distances)
+    errors = [*(total / count for total, count in sums.values()), *(meter.value() for meter in meters.values())]
+    return sum(errors) / len(errors)
