@@ -225,6 +225,8 @@ def _of_batches(data: Any, model: PreTrainedModel) -> Examples:
     try:
         refuse_no_batches(data)
     except ConfigError as error:
+        if isinstance(data, Mapping):  # of which it says what to do
+            raise
         raise ConfigError(f"data is {in_words(data)}; {EXPECTED}") from error
     with torch.random.fork_rng(devices=[]):  # a DataLoader draws a seed whenever it is read
         batches = [dict(batch) for batch in checked(model, data)]

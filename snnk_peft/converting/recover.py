@@ -225,11 +225,11 @@ def _distance(model: nn.Module, wanted: Wanted, batches: Sequence[Mapping[str, A
     meters: dict[str, ErrorMeter] = {}
     for number in held:
         inputs = model_inputs(model, batches[number])
-        expected = wanted.of(number, inputs)[0]
-        mine = wanted.answers.read(model(**inputs), inputs)
+        expected = {name: rows.double() for name, rows in wanted.of(number, inputs)[0].items()}
+        mine = {name: rows.double() for name, rows in wanted.answers.read(model(**inputs), inputs).items()}
         for name, distances in wanted.answers.distances(expected, mine).items():
             if wanted.answers.kind(name, mine[name].shape[-1]) == "numbers":
-                meters.setdefault(name, ErrorMeter()).update(expected[name].double(), mine[name].double())
+                meters.setdefault(name, ErrorMeter()).update(expected[name], mine[name])
             else:
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0] += float(distances.double().sum())

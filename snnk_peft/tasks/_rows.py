@@ -278,7 +278,8 @@ def _of_dataset(source: str, dataset: Any, columns: Sequence[str]) -> Rows:
 def _check_columns(source: str, wanted: Sequence[str], present: Sequence[str]) -> None:
     faults = [f"{source}: {did_you_mean('column', name, list(present))}" for name in wanted if name not in present]
     if faults:
-        raise ConfigError([*faults[:-1], f"{faults[-1]}. data.text, data.text_pair and data.label name the columns"])
+        named = "data.text, data.text_pair and data.label name the columns, text= in convert()"
+        raise ConfigError([*faults[:-1], f"{faults[-1]}. {named}"])
 
 
 def _checked(rows: Rows) -> Rows:
