@@ -1,0 +1,221 @@
+"""Steps towards the original's answers: never worse than before, the same every time, and judged on other batches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from snnk_peft import FFNPart, SNNKConfig, bundle, calibrate, convert, get_snnk_model
+from snnk_peft.calibrating.answers import Answers
+from snnk_peft.converting import recover as recovering
+from snnk_peft.converting.pipeline import Result
+from snnk_peft.converting.quality import smallest
+from snnk_peft.converting.recover import loss_of, recover, state_error, trained_weights
+from snnk_peft.errors import ConfigError
+from snnk_peft.planning.result import Plan
+from tests.package.test_convert import batches
+from tests.tiny_families import build
+from tests.tiny_models import tiny, trained
+
+
+def pair(original: Any) -> tuple[Any, list[dict[str, torch.Tensor]]]:
+    """A poor conversion of a model, and batches."""
+    data = batches(original, 16)
+    patched = get_snnk_model(
+        copy.deepcopy(original), SNNKConfig(parts=[FFNPart(num_features=2)], seed=0, modules_to_save=[])
+    )
+    calibrate(patched, data, progress=False)
+    return bundle(patched), data
+
+
+def states(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+@torch.no_grad()
+def divergence(model: Any, original: Any, data: list[dict[str, torch.Tensor]]) -> float:
+    logs = [torch.cat([each(**batch).logits.double().log_softmax(-1) for batch in data]) for each in (original, model)]
+    return float((logs[0].exp() * (logs[0] - logs[1])).sum(-1).mean())
+
+
+def test_nearer_on_batches_that_were_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovering, "RATE", 5e-3)
+    original = trained(tiny("bert"))
+    model, data = pair(original)
+    held = [data[number] for number in (3, 11)]
+    before = divergence(model, original, held)
+    found = recover(model, original, data, Answers(original), steps=40, progress=False)
+    assert found.before == pytest.approx(before)
+    assert found.after == pytest.approx(divergence(model, original, held))
+    assert found.after < 0.8 * found.before
+    assert not model.training
+    assert all(each.grad is None for each in model.parameters())
+    assert model.bert.embeddings.word_embeddings.weight.requires_grad  # as it was
+
+
+def test_never_worse_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that lead away are taken back, bit for bit."""
+    original = trained(tiny("bert"))
+    model, data = pair(original)
+    before = states(model)
+    monkeypatch.setattr(recovering, "RATE", 30.0)
+    found = recover(model, original, data, Answers(original), steps=5, progress=False)
+    assert found.steps == 5
+    assert found.after == found.before
+    assert equal(states(model), before)
+
+
+def test_the_same_every_time_and_with_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = trained(tiny("bert"))
+    model, data = pair(original)
+    before, state = states(model), torch.random.get_rng_state()
+    results = []
+    for room in (recovering.KEPT, 0):
+        monkeypatch.setattr(recovering, "KEPT", room)
+        model.load_state_dict(before)
+        recover(model, original, data, Answers(original), steps=20, progress=False)
+        results.append(states(model))
+    assert equal(*results)
+    assert not equal(before, results[0])
+    assert torch.equal(torch.random.get_rng_state(), state)
+    model.load_state_dict(before)
+    recover(model, original, data, Answers(original), steps=20, seed=1, progress=False)
+    assert not equal(states(model), results[0])
+
+
+def test_interrupted_the_weights_are_those_of_before() -> None:
+    original = trained(tiny("bert"))
+    model, data = pair(original)
+    before, calls = states(model), 0
+
+    def stop(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6:  # of which two are those of the batches that are held out
+            raise KeyboardInterrupt
+
+    model.bert.pooler.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        recover(model, original, data, Answers(original), steps=20, progress=False)
+    assert equal(states(model), before)
+
+
+def test_seconds_end_it() -> None:
+    original = trained(tiny("bert"))
+    model, data = pair(original)
+    found = recover(model, original, data, Answers(original), seconds=0.5, progress=False)
+    assert found.steps > 0
+    assert found.after <= found.before
+
+
+def test_what_is_trained() -> None:
+    """All but the embeddings, the rows of feature maps among them; each of it has a gradient."""
+    original = trained(tiny("bert"))
+    model, data = pair(original)
+    weights = trained_weights(model)
+    tables = [part.weight for part in model.modules() if isinstance(part, torch.nn.Embedding)]
+    assert not {id(each) for each in tables} & {id(each) for each in weights}
+    rows = model.bert.encoder.layer[0].intermediate.dense.feature_map.projection.weight
+    assert any(each is rows for each in weights)
+    for each in weights:
+        each.requires_grad_(True)
+    with torch.no_grad():
+        outputs = original(**data[0], output_hidden_states=True)
+    answers = Answers(original)
+    wanted = answers.read(outputs, data[0])
+    loss_of(model, data[0], wanted, outputs.hidden_states[1:], answers).backward()
+    assert all(each.grad is not None for each in weights)
+
+
+def test_losses_by_hand() -> None:
+    wanted, given = torch.tensor([[[1.0], [3.0], [99.0]]]), torch.tensor([[[2.0], [3.0], [0.0]]])
+    # Σ(h - h')² = 1, Σ(h - 2)² = 2; padding does not count.
+    assert state_error(wanted, given, torch.tensor([[1, 1, 0]])).item() == pytest.approx(0.5)
+    encoder = build("mpnet", "MPNetModel")
+    batch = batches(encoder)[0]
+    answers = Answers(encoder)
+    other = trained(build("mpnet", "MPNetModel"))
+    with torch.no_grad():
+        a, b = (answers.read(each(**batch), batch)["embedding"] for each in (encoder, other))
+        loss = loss_of(other, batch, {"embedding": a}, [], answers).item()
+    cosine = torch.cosine_similarity(a, b, dim=-1)
+    alike = [torch.cosine_similarity(each[:, None], each[None], dim=-1) for each in (a, b)]
+    expected = 1 - cosine.mean() + (alike[0] - alike[1]).square().mean()
+    assert loss == pytest.approx(expected.item(), rel=1e-4)
+
+
+# --- the smallest that keeps a share of the answers -------------------------------------------------------------------
+
+
+def made(share: float, kept: float) -> Result:
+    curve = [{"cost": cost / 100, "error": (1 - cost / 100) ** 2} for cost in range(100, 10, -1)]
+    predicted = {"cost": share, "speed_up": 1 / share, "error": (1 - share) ** 2, "measured": share}
+    plan = Plan(SNNKConfig(parts=[FFNPart()]), "macs", share, predicted, [], curve)
+    return Result(None, plan, None, None, {"agreement": kept, "distance": 0.0}, [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lost", [0.02, 0.05, 0.1, 0.2])
+def test_quality_is_found_by_few_conversions(lost: float) -> None:
+    """Answers are lost in proportion to what is saved, but below a third of the cost nothing can be chosen."""
+    tried: list[float] = []
+
+    def run(share: float) -> Result:
+        tried.append(share)
+        if share < 0.33:
+            raise ConfigError("budget leaves less than the cheapest choice")
+        return made(share, 1 - lost * (1 - share))
+
+    found = smallest(0.99, run)
+    assert len(tried) <= 4
+    assert found.figures["agreement"] >= 0.99
+    cheapest = max(0.33, 1 - 0.01 / lost)
+    assert found.plan is not None
+    assert found.plan.budget <= cheapest + 0.12
+
+
+def test_quality_that_cannot_be_met() -> None:
+    with pytest.raises(ConfigError, match=r"quality is 0.99.*0.9000 at 60% of the cost"):
+        smallest(0.99, lambda share: made(share, 0.9))
+
+
+def test_quality_by_the_public_door() -> None:
+    model = trained(tiny("bert"))
+    parts = [FFNPart(num_features=size) for size in (2, 16)]
+    done = convert(model, batches(model), quality=0.5, of="macs", parts=parts, steps=1, progress=False)
+    assert done.report.figures["agreement"] >= 0.5
+    assert done.report.plan is not None
+    assert done.report.settings["quality"] == 0.5
+
+
+# --- int8 beside it ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_int8_of_both(tmp_path: Any) -> None:
+    pytest.importorskip("onnxruntime")
+    model = trained(tiny("bert"))
+    data = batches(model)
+    given = {"parts": [FFNPart(num_features=12)], "steps": 1, "progress": False}
+    done = convert(model, data, None, int8=True, **given)  # type: ignore[arg-type]
+    rows = done.report.models
+    assert list(rows) == ["original", "converted", "original, int8", "converted, int8"]
+    done.save_pretrained(tmp_path)
+    file = tmp_path / "model_int8.onnx"
+    assert rows["converted, int8"]["bytes"] == file.stat().st_size
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(file))
+    held = data[4]
+    reads = [each.name for each in session.get_inputs()]
+    logits = torch.from_numpy(session.run(["logits"], {name: held[name].numpy() for name in reads})[0])
+    with torch.no_grad():
+        same = (logits.argmax(-1) == model(**held).logits.argmax(-1)).double().mean().item()
+    assert rows["converted, int8"]["agreement"] == same
+    assert "original, int8" in str(done.report)
