@@ -43,6 +43,10 @@ TASK_HEADS = {
 }
 # The title of the card that PEFT writes beside every adapter; whoever edits the card replaces it.
 PEFT_TITLE = "# Model Card for Model ID"
+SENTENCE_LOAD = """import snnk_peft  # makes the Auto classes know the model
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("<this repository>")"""
 
 
 class AdapterConfig(Protocol):
@@ -69,11 +73,13 @@ def write_model_card(
     data: str | None = None,
     examples: Mapping[str, int] | None = None,
     license: str | None = None,
+    remarks: Sequence[str] = (),
 ) -> Path:
     """Write README.md with the Hub's YAML header into a model folder.
 
     Args:
-        folder: the folder of a bundle, or of an adapter checkpoint (then it holds adapter_config.json).
+        folder: the folder of a bundle, of a SentenceTransformer around one (then it holds modules.json), or of an
+            adapter checkpoint (adapter_config.json).
         report: the `BundleReport` of a bundle (`model.bundle_report`); gives parts, sizes, parity.
         base_model: id of the pretrained model on the Hub; taken from the report if None. Local paths are not printed.
         model_class: the transformers class, for an adapter; decides which Auto class the card names.
@@ -86,6 +92,7 @@ def write_model_card(
         data: what the model was trained and evaluated on, in words.
         examples: split -> how many rows of it were used: "train" for training, the others for the metrics.
         license: licence of the weights, usually that of the base model.
+        remarks: on the metrics, written below them.
 
     Returns:
         The path of the card.
@@ -97,18 +104,20 @@ def write_model_card(
         True
     """
     folder = Path(folder)
-    is_adapter = (folder / "adapter_config.json").exists()
+    is_adapter, embeds = (folder / "adapter_config.json").exists(), (folder / "modules.json").exists()
     name = model_class or (report.model_class if report is not None else "PreTrainedModel")
     name = name.replace("LMHeadModel", "ForCausalLM")  # an older name of the same head; Auto classes have the new one
     base = hub_id(base_model) or (hub_id(report.base_model) if report is not None else None)
     parts = config if config is not None else (report.parts if report is not None else {})
     header = ModelCardData(
-        library_name="peft" if is_adapter else "transformers",
+        library_name="peft" if is_adapter else "sentence-transformers" if embeds else "transformers",
         base_model=base,
         license=license,
         datasets=dataset,
         metrics=sorted(metrics) if metrics else None,
-        pipeline_tag=next((tag for head, tag in PIPELINE_TAGS.items() if name.endswith(head)), None),
+        pipeline_tag="sentence-similarity"
+        if embeds
+        else next((tag for head, tag in PIPELINE_TAGS.items() if name.endswith(head)), None),
         tags=list(
             dict.fromkeys(["snnk", "snnk_peft", *(["custom_code"] if any(folder.glob("modeling_*.py")) else []), *tags])
         ),
@@ -117,13 +126,15 @@ def write_model_card(
         "front_matter": f"---\n{header.to_yaml()}\n---",
         "title": title or folder.resolve().name,
         "summary": _summary(base, is_adapter),
-        "load": _load(name, is_adapter),
+        "load": SENTENCE_LOAD if embeds else _load(name, is_adapter),
         "load_note": _load_note(is_adapter, any(folder.glob("modeling_*.py"))),
         "parts": _json(parts, "The part configuration was not recorded.") + _reach(parts),
         "folded": _folded(report),
         "sizes": _sizes(folder, report),
         "data": _data(data, examples),
-        "metrics": _table(("metric", "score"), list(metrics.items())) if metrics else "Not evaluated.",
+        "metrics": "\n\n".join(
+            [_table(("metric", "score"), list(metrics.items())) if metrics else "Not evaluated.", *remarks]
+        ),
         "training": training if isinstance(training, str) else _json(training, "Not recorded."),
         "version": __version__,
     }

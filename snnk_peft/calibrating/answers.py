@@ -12,7 +12,7 @@ it). Labels drawn from p give the same second moment, diag p − p pᵀ at the l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ OTHER_PROBLEMS = ("regression", "multi_label_classification")
 VECTORS = 2000  # embeddings whose similarities are compared
 NEIGHBOURS = 10
 Rows = dict[str, Tensor]  # by the name of the output
+Pooling = str | Callable[[Tensor, Mapping[str, Any]], Tensor]  # one of POOLINGS, or (states, inputs) -> (n, dim)
 
 
 class Answers:
@@ -35,15 +36,19 @@ class Answers:
     Args:
         model: a transformers model, patched or not.
         pooling: how token states become one vector where the model gives no logits: their "mean" over the mask, the
-            "first" or the "last" token's.
+            "first" or the "last" token's, or a function of the states and the inputs, such as what follows the encoder
+            in a SentenceTransformer.
 
     Raises:
         ConfigError: an unknown pooling.
     """
 
-    def __init__(self, model: Any, pooling: str = "mean"):
-        if pooling not in POOLINGS:
-            raise ConfigError(f"pooling is {pooling!r}; expected one of {', '.join(POOLINGS)}")
+    def __init__(self, model: Any, pooling: Pooling = "mean"):
+        if not callable(pooling) and pooling not in POOLINGS:
+            raise ConfigError(
+                f"pooling is {pooling!r}; expected one of {', '.join(POOLINGS)}. Of a SentenceTransformer, give "
+                "it whole: it pools as it says; or give a function of (states, inputs)"
+            )
         root = root_of(model)
         self.pooling, self.problem = pooling, getattr(getattr(root, "config", None), "problem_type", None)
         self.causal = "ForCausalLM" in type(root).__name__
@@ -56,7 +61,8 @@ class Answers:
             return {name: _rows(value, mask) for name, value in logits.items()}
         name = next((name for name in outputs if name.endswith("_embeds")), None)
         name = name or next(n for n, v in outputs.items() if isinstance(v, Tensor) and v.is_floating_point())
-        pooled = _pooled(outputs[name].float(), mask, self.pooling)
+        states = outputs[name].float()
+        pooled = self.pooling(states, inputs) if callable(self.pooling) else _pooled(states, mask, self.pooling)
         return {"embedding": torch.nn.functional.normalize(pooled, dim=-1)}
 
     def kind(self, name: str, width: int) -> str:

@@ -61,17 +61,18 @@ class Converted:
             if self._files is not None:
                 for file in (Path(self._files.name) / "converted").glob(f"{FILE}*"):
                     shutil.copy(file, target / file.name)
-            if hasattr(self.model, "bundle_report"):  # what is no transformers model writes the rest itself
-                if self.tokenizer is not None:
-                    self.tokenizer.save_pretrained(str(target))
-                figures = {name: value for name, value in self.report.figures.items() if isinstance(value, float)}
-                write_model_card(
-                    target,
-                    report=self.model.bundle_report,
-                    metrics={**figures, "speed_up": self.report.speed_up},
-                    training=dict(self.report.settings),
-                    title=f"{target.name}, converted without labels",
-                )
+            plain = hasattr(self.model, "bundle_report")  # a SentenceTransformer holds one, and writes its tokenizer
+            if plain and self.tokenizer is not None:
+                self.tokenizer.save_pretrained(str(target))
+            figures = {name: value for name, value in self.report.figures.items() if isinstance(value, float)}
+            write_model_card(
+                target,
+                report=(self.model if plain else self.model[0].model).bundle_report,
+                metrics={**figures, "speed_up": self.report.speed_up},
+                training=dict(self.report.settings),
+                title=f"{target.name}, converted without labels",
+                remarks=self.report.warnings,
+            )
 
 
 @takes_declared
@@ -114,7 +115,8 @@ def convert(
         text: name of the column with the texts, or names of the two with pairs; None for "text".
         samples: examples that are read at most, drawn by the seed; None: 2,500 texts or 640 images.
         max_length: tokens per text; None for as many as the model reads, but 512 at most.
-        pooling: of an encoder without a head, how token states become a vector: "mean", "first" or "last".
+        pooling: of an encoder without a head, how token states become a vector: "mean", "first" or "last". A
+            SentenceTransformer has its own.
         recover: seconds of steps towards the original's answers and states; 0 for none. What does not bring the
             conversion nearer is not kept.
         steps: so many steps instead of the seconds: the same result on every run.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
+
+from snnk_peft.calibrating.answers import Pooling
 
 
 class Opened(NamedTuple):
@@ -16,11 +18,13 @@ class Opened(NamedTuple):
         close: makes of a plain transformers model what the user gave: a SentenceTransformer around it, say.
         max_length: tokens that it reads of a text, where what was given says so.
         missing: why there is no reader, and what to do; empty if there is one.
+        prompts: that texts come with, in turn.
     """
 
     model: Any
     reader: Any
-    pooling: str
+    pooling: Pooling
     close: Callable[[Any], Any]
     max_length: int | None = None
     missing: str = ""
+    prompts: Sequence[str] = ("",)

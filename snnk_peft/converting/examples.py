@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,10 @@ def _tokens(texts: Sequence[Any], door: Opened, max_length: int | None) -> Token
     longest = max_length or min([each for each in said if each is not None] + [LONG])
     if room is not None and longest > room:
         raise ConfigError(f"max_length is {longest}; {type(model).__name__} has positions for {room} tokens")
-    columns = list(zip(*texts, strict=True)) if isinstance(texts[0], tuple) else [texts]
+    if isinstance(texts[0], tuple):
+        columns = list(zip(*texts, strict=True))
+    else:
+        columns = [tuple(prompt + text for prompt, text in zip(cycle(door.prompts), texts, strict=False))]
     encoded = reader(*map(list, columns), truncation=True, max_length=longest, return_attention_mask=False)
     return Tokens({name: encoded[name] for name in reader.model_input_names if name in encoded}, reader)
 
