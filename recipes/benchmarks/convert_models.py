@@ -8,6 +8,7 @@
     cifar10     the FFNs of a ViT
     llama       the attention of a causal language model: perplexity, cache and speed
     llama_ffn   its gated FFNs: perplexity and size
+    embeddings  a sentence encoder: its vectors, their similarities and neighbours
     peers       other ways to make a BERT smaller, at equal latency
 
 Figures go to results/convert_NAME.
@@ -22,7 +23,7 @@ from importlib import import_module
 from _bench import parser
 from transformers import logging
 
-NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "peers")
+NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "embeddings", "peers")
 
 
 def main() -> None:

@@ -1,0 +1,227 @@
+"""Convert a sentence encoder without labels: its vectors, similarities and neighbours beside the original's, and int8.
+
+    python recipes/benchmarks/convert_models.py embeddings --model path/to/all-MiniLM-L6-v2 --data path/to/glue
+
+The model is the folder of a SentenceTransformer, or of an encoder whose states are averaged. `convert` reads sentences
+of the training sets of STS-B, QQP, MNLI and SST-2, without labels and without those that are judged on. Judged is
+
+- on the sentences of the pairs of STS-B's development set: the cosine of each vector to the original's, and Spearman's
+  correlation of the pairs' similarities with the scores that people gave;
+- on 5,000 questions of QQP's development set and premises of MNLI's: recall, the share of the original's ten nearest
+  texts that are among the ten nearest, over 500 of the questions; and found, how often the question that is marked as
+  its duplicate is among the ten nearest.
+
+int8 is ONNX Runtime's dynamic quantisation, of the original and of each conversion. Speed-ups are the time of the
+original in torch over that of the model, in turn, on 32 x 64 tokens. Figures go to results/convert_embeddings, after
+each model: what is there with the same settings is not measured again. embeddings.png is drawn beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from _bench import alternate, ratio, report
+from data import TASKS
+from scipy.stats import spearmanr
+from torch import Tensor, nn
+
+from _conversions.sst2 import timed_inputs
+from snnk_cli.exporting import ExportedFile
+from snnk_cli.files import read_json
+from snnk_cli.plots import make_axes, store
+from snnk_peft import convert, export
+from snnk_peft.calibrating.answers import NEIGHBOURS, Answers
+from snnk_peft.converting.door import Opened
+from snnk_peft.converting.opened import opened
+
+TIMED = "32x64"
+SHORTEST = 20  # characters of a text: rows of SST-2 are phrases, many of a word or two
+BATCH = 64
+
+
+class Judged(NamedTuple):
+    """What the vectors are judged on.
+
+    Args:
+        pairs: the sentences of STS-B, first ones before second ones.
+        scores: of the pairs.
+        corpus: texts among which is searched.
+        queries: their places in the corpus.
+        duplicates: the place of each query's duplicate.
+    """
+
+    pairs: list[str]
+    scores: list[float]
+    corpus: list[str]
+    queries: list[int]
+    duplicates: list[int]
+
+
+def judged(data: str, queries: int, corpus: int) -> Judged:
+    """Of the development sets of STS-B, QQP and MNLI."""
+    stsb, qqp = TASKS["stsb"].load(data, splits=["validation"])["validation"], TASKS["qqp"].load(data)["validation"]
+    mnli = TASKS["mnli"].load(data, splits=["validation_matched"])["validation_matched"]
+    marked = [
+        (row["sentence1"], row["sentence2"])
+        for row in qqp
+        if row["label"] == 1 and row["sentence1"] != row["sentence2"]
+    ][:queries]
+    rest = [text for row in chain(qqp, mnli) for text in (row["sentence1"], row["sentence2"])]
+    texts = list(dict.fromkeys([*chain(*marked), *rest]))[:corpus]
+    place = {text: index for index, text in enumerate(texts)}
+    both = [(place[one], place[other]) for one, other in marked]
+    return Judged(
+        [row["sentence1"] for row in stsb] + [row["sentence2"] for row in stsb],
+        [float(row["label"]) for row in stsb],
+        texts,
+        [one for one, _ in both],
+        [other for _, other in both],
+    )
+
+
+def unlabelled(data: str, count: int, on: Judged) -> list[str]:
+    """So many sentences of the training sets of STS-B, QQP, MNLI and SST-2, in turn, none of which is judged on."""
+    columns, known = [], {*on.pairs, *on.corpus}
+    for name in ("stsb", "qqp", "mnli", "sst2"):
+        rows = TASKS[name].load(data, splits=["train"])["train"]
+        for column in ("sentence1", "sentence2"):
+            if column in rows.column_names:
+                columns.append([text for text in rows[column] if len(text) >= SHORTEST])
+    found = dict.fromkeys(text for texts in zip_longest(*columns) for text in texts if text is not None)
+    return [text for text in found if text not in known][:count]
+
+
+@torch.no_grad()
+def vectors(model: nn.Module, door: Opened, texts: Sequence[str]) -> Tensor:
+    """Unit vectors, one per text."""
+    answers, order = Answers(door.model, door.pooling), sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    found: Any = None
+    for start in range(0, len(order), BATCH):
+        index = order[start : start + BATCH]
+        chosen = [door.prompts[0] + texts[i] for i in index]
+        length = {"truncation": True, "max_length": door.max_length or 256}
+        inputs = dict(door.reader(chosen, padding=True, return_tensors="pt", **length))
+        rows = answers.read(model(**inputs), inputs)["embedding"]
+        found = rows.new_empty(len(texts), rows.shape[1]) if found is None else found
+        found[index] = rows
+    return found
+
+
+def near(rows: Tensor, queries: Sequence[int]) -> Tensor:
+    """Places of the ten nearest others of each query."""
+    alike = rows[queries] @ rows.T
+    alike[torch.arange(len(queries)), queries] = -torch.inf
+    return alike.topk(min(NEIGHBOURS, len(rows) - 1)).indices
+
+
+def figures_of(model: nn.Module, door: Opened, on: Judged, original: Sequence[Tensor]) -> dict[str, float]:
+    """Everything but the time."""
+    pairs, corpus = vectors(model, door, on.pairs), vectors(model, door, on.corpus)
+    half = len(on.scores)
+    alike = (pairs[:half] * pairs[half:]).sum(-1)
+    ours, theirs = near(corpus, on.queries), near(original[1], on.queries)
+    return {
+        "cosine": float((pairs * original[0]).sum(-1).mean()),
+        "least cosine": float((pairs * original[0]).sum(-1).min()),
+        "spearman": float(spearmanr(alike.numpy(), on.scores).statistic),
+        "recall": float((ours.unsqueeze(2) == theirs.unsqueeze(1)).any(2).double().mean()),
+        "found": float((ours == torch.tensor(on.duplicates).unsqueeze(1)).any(1).double().mean()),
+    }
+
+
+def measured(name: str, model: nn.Module, size: int, door: Opened, on: Judged, original: Any, repetitions: int) -> Any:
+    """A row of the table."""
+    inputs = timed_inputs([TIMED], door.model.config.vocab_size, door.model.config.max_position_embeddings)
+    taken = {name: value for name, value in next(iter(inputs.values())).items() if name != "position_ids"}
+
+    def forward(which: nn.Module) -> Callable[[], None]:
+        def run() -> None:
+            with torch.inference_mode():
+                which(**taken)
+
+        return run
+
+    seconds = alternate({"original": forward(door.model), name: forward(model)}, repetitions)
+    return {
+        "model": name,
+        **figures_of(model, door, on, original),
+        "speed-up": ratio(seconds["original"], seconds[name]),
+        f"ms per {TIMED} tokens": 1000 * statistics.median(seconds[name]),
+        "bytes": size,
+    }
+
+
+def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Cosine, Spearman and recall over the speed-up; models in torch and in int8 apart."""
+    figure, panels = make_axes(1, 3, size=(13, 4))
+    for panel, column in zip(panels, ("cosine", "spearman", "recall"), strict=True):
+        for int8, label in ((False, "torch"), (True, "ONNX, int8")):
+            points = [row for row in rows if row["model"].endswith("int8") == int8]
+            panel.plot([row["speed-up"] for row in points], [row[column] for row in points], "o-", label=label)
+            for row in points:
+                panel.annotate(row["model"].removesuffix(" int8"), (row["speed-up"], row[column]), fontsize=8)
+        panel.set(xlabel="times as fast as the original in torch", ylabel=column)
+        panel.margins(x=0.15, y=0.15)
+    panels[0].legend(frameon=False)
+    store(figure, file)
+
+
+def add_options(options: argparse.ArgumentParser) -> None:
+    """What is converted, and with what."""
+    options.add_argument("--model", type=Path, required=True, help="folder of the sentence encoder")
+    options.add_argument("--data", required=True, help="folder with STS-B, QQP, MNLI and SST-2 of GLUE")
+    options.add_argument("--sentences", type=int, default=6000, help="unlabelled training sentences (default 6000)")
+    options.add_argument("--budgets", nargs="*", default=["1.5x", "2x", "3x"], help="of convert (default 1.5x 2x 3x)")
+    options.add_argument("--queries", type=int, default=500, help="questions that are searched with (default 500)")
+    options.add_argument("--corpus", type=int, default=5000, help="texts among which is searched (default 5000)")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and write."""
+    door = opened(str(arguments.model))
+    door.model.eval()
+    on = judged(arguments.data, arguments.queries, arguments.corpus)
+    texts = unlabelled(arguments.data, arguments.sentences, on)
+    settings = {
+        "model": arguments.model.name,
+        "sentences": len(texts),
+        "queries": len(on.queries),
+        "corpus": len(on.corpus),
+        "threads": torch.get_num_threads(),
+    }
+    known = read_json(arguments.output) if arguments.output.exists() else {}
+    rows = {row["model"]: row for row in known.get("rows", [])} if known.get("settings") == settings else {}
+    made = known.get("conversions", {}) if rows else {}
+    original = [vectors(door.model, door, each) for each in (on.pairs, on.corpus)]
+
+    def add(name: str, model: nn.Module, size: int) -> None:
+        rows[name] = measured(name, model, size, door, on, original, arguments.repetitions)
+        figures = {"settings": settings, "conversions": made}
+        report(figures, list(rows.values()), arguments.output, "A sentence encoder, converted without labels")
+        draw(list(rows.values()), arguments.output.with_name("embeddings.png"))
+
+    for name in ("original", *arguments.budgets):
+        if {name, f"{name} int8"} <= rows.keys():
+            continue
+        model: Any = door.model
+        if name != "original":
+            done = convert(str(arguments.model), texts, name, progress=False, samples=len(texts))
+            model, made[name] = _encoder(done.model), done.report.to_dict()
+        add(name, model, sum(tensor.nbytes for tensor in model.state_dict().values()))
+        with tempfile.TemporaryDirectory() as folder:
+            inputs = dict(door.reader(texts[:BATCH], padding=True, truncation=True, max_length=64, return_tensors="pt"))
+            file = Path(folder) / "model.onnx"
+            size = export(model, "onnx", file, batches=[inputs], int8=True).bytes
+            add(f"{name} int8", ExportedFile(file), size)
+
+
+def _encoder(model: Any) -> nn.Module:
+    """The transformers model of a SentenceTransformer, or the model itself."""
+    return model if hasattr(model, "bundle_report") else model[0].model
