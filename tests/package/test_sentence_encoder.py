@@ -150,7 +150,7 @@ def test_convert_takes_a_sentence_transformer_and_gives_one(bert, tmp_path, give
     model.save_pretrained(str(tmp_path / "in"))
     before = vectors(model)
     given = model if given == "model" else str(tmp_path / "in")
-    done = convert(given, TEXTS * 3, None, parts=[NarrowFFNPart(keep=0.02)], progress=False)
+    done = convert(given, TEXTS * 3, None, parts=[NarrowFFNPart(keep=0.02)], steps=2, progress=False)
     assert 0 < done.report.figures["cosine"] < 1
     assert "make stored ones anew" in str(done.report)
     done.save_pretrained(tmp_path / "out")
