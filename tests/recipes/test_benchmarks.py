@@ -29,6 +29,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForSequenceClassification,
+    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -386,6 +387,32 @@ def test_any_text_task_is_scored_by_its_own_metric(tmp_path: Path, output: Path)
         predicted = [float(teacher(**tokenizer(*pair, return_tensors="pt")).logits) for pair in pairs]
     expected = [measure(predicted, list(dev["label"])).statistic for measure in (pearsonr, spearmanr)]
     assert rows[0]["score"] == pytest.approx(sum(expected) / 2, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_vectors_of_a_sentence_encoder(tmp_path: Path, output: Path) -> None:
+    """The original against itself and its int8, without a conversion; what is stored is not measured again."""
+    write_world(tmp_path)
+    for task in ("stsb", "qqp", "mnli", "sst2"):
+        write_task(tmp_path / "glue", task, n_train=20, n_dev=30)
+    given = ["--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--budgets", "--repetitions", "1"]
+    original, int8 = figures(output, "convert_models.py", "embeddings", *given)["rows"]
+    assert (original["model"], int8["model"]) == ("original", "original int8")
+    assert original["cosine"] == pytest.approx(1, abs=1e-5)
+    assert original["recall"] == 1
+    assert 0.5 < int8["cosine"] < 1
+    tokenizer, model = AutoTokenizer.from_pretrained(tmp_path / "bert"), BertModel.from_pretrained(tmp_path / "bert")
+    dev = TASKS["stsb"].load(tmp_path / "glue")["validation"]
+    with torch.no_grad():
+        first, second = (
+            torch.cat([model(**tokenizer(text, return_tensors="pt")).last_hidden_state.mean(1) for text in dev[column]])
+            for column in ("sentence1", "sentence2")
+        )
+    alike = torch.cosine_similarity(first, second)
+    assert original["spearman"] == pytest.approx(spearmanr(alike, list(dev["label"])).statistic, abs=1e-3)
+    assert output.with_name("embeddings.png").read_bytes().startswith(b"\x89PNG")
+    again = figures(output, "convert_models.py", "embeddings", *given)["rows"]
+    assert again == [original, int8]  # milliseconds included
 
 
 @pytest.mark.slow

@@ -30,17 +30,18 @@ import torch
 from _bench import alternate, ratio, report
 from data import TASKS
 from scipy.stats import spearmanr
-from torch import Tensor, nn
+from torch import Tensor
 
 from _conversions.sst2 import timed_inputs
-from snnk_cli.exporting import ExportedFile
 from snnk_cli.files import read_json
 from snnk_cli.plots import make_axes, store
-from snnk_peft import convert, export
+from snnk_peft import convert
 from snnk_peft.calibrating.answers import NEIGHBOURS, Answers
 from snnk_peft.converting.door import Opened
+from snnk_peft.converting.int8 import bytes_of, exported, runner
 from snnk_peft.converting.opened import opened
 
+Model = Callable[..., Mapping[str, Any]]  # of torch, or the program of a file
 TIMED = "32x64"
 SHORTEST = 20  # characters of a text: rows of SST-2 are phrases, many of a word or two
 BATCH = 64
@@ -99,7 +100,7 @@ def unlabelled(data: str, count: int, on: Judged) -> list[str]:
 
 
 @torch.no_grad()
-def vectors(model: nn.Module, door: Opened, texts: Sequence[str]) -> Tensor:
+def vectors(model: Model, door: Opened, texts: Sequence[str]) -> Tensor:
     """Unit vectors, one per text."""
     answers, order = Answers(door.model, door.pooling), sorted(range(len(texts)), key=lambda index: len(texts[index]))
     found: Any = None
@@ -121,7 +122,7 @@ def near(rows: Tensor, queries: Sequence[int]) -> Tensor:
     return alike.topk(min(NEIGHBOURS, len(rows) - 1)).indices
 
 
-def figures_of(model: nn.Module, door: Opened, on: Judged, original: Sequence[Tensor]) -> dict[str, float]:
+def figures_of(model: Model, door: Opened, on: Judged, original: Sequence[Tensor]) -> dict[str, float]:
     """Everything but the time."""
     pairs, corpus = vectors(model, door, on.pairs), vectors(model, door, on.corpus)
     half = len(on.scores)
@@ -136,12 +137,12 @@ def figures_of(model: nn.Module, door: Opened, on: Judged, original: Sequence[Te
     }
 
 
-def measured(name: str, model: nn.Module, size: int, door: Opened, on: Judged, original: Any, repetitions: int) -> Any:
+def measured(name: str, model: Model, size: int, door: Opened, on: Judged, original: Any, repetitions: int) -> Any:
     """A row of the table."""
     inputs = timed_inputs([TIMED], door.model.config.vocab_size, door.model.config.max_position_embeddings)
     taken = {name: value for name, value in next(iter(inputs.values())).items() if name != "position_ids"}
 
-    def forward(which: nn.Module) -> Callable[[], None]:
+    def forward(which: Model) -> Callable[[], None]:
         def run() -> None:
             with torch.inference_mode():
                 which(**taken)
@@ -201,7 +202,7 @@ def run(arguments: argparse.Namespace) -> None:
     made = known.get("conversions", {}) if rows else {}
     original = [vectors(door.model, door, each) for each in (on.pairs, on.corpus)]
 
-    def add(name: str, model: nn.Module, size: int) -> None:
+    def add(name: str, model: Model, size: int) -> None:
         rows[name] = measured(name, model, size, door, on, original, arguments.repetitions)
         figures = {"settings": settings, "conversions": made}
         report(figures, list(rows.values()), arguments.output, "A sentence encoder, converted without labels")
@@ -217,11 +218,10 @@ def run(arguments: argparse.Namespace) -> None:
         add(name, model, sum(tensor.nbytes for tensor in model.state_dict().values()))
         with tempfile.TemporaryDirectory() as folder:
             inputs = dict(door.reader(texts[:BATCH], padding=True, truncation=True, max_length=64, return_tensors="pt"))
-            file = Path(folder) / "model.onnx"
-            size = export(model, "onnx", file, batches=[inputs], int8=True).bytes
-            add(f"{name} int8", ExportedFile(file), size)
+            file = exported(model, Path(folder), [inputs])
+            add(f"{name} int8", runner(file), bytes_of(file))
 
 
-def _encoder(model: Any) -> nn.Module:
+def _encoder(model: Any) -> Any:
     """The transformers model of a SentenceTransformer, or the model itself."""
     return model if hasattr(model, "bundle_report") else model[0].model
