@@ -118,6 +118,14 @@ def exported() -> str:
     return grid(read("export_latency/metrics.json")["rows"], NAME, *size, speed, ("1 × 32", "speed-up 1x32", times))
 
 
+def embeddings() -> str:
+    """A sentence encoder, its conversions, and int8 of each."""
+    columns: list[Column] = [("speed", "speed-up", times), ("MB", "bytes", fixed(0, 1e6))]
+    columns += [("cosine", "cosine", fixed(3)), ("Spearman, STS-B", "spearman", fixed(4))]
+    columns += [("neighbours kept", "recall", percent), ("duplicates found", "found", percent)]
+    return grid(read("convert_embeddings/metrics.json")["rows"], NAME, *columns)
+
+
 def training_step(name: str, model: str | None = None) -> str:
     """Time and memory of a training step beside LoRA's."""
     rows = [row for row in read(name)["rows"] if model is None or row["model"] == model]
@@ -218,6 +226,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fewer_units": fewer_units,
     "peers": peers,
     "exported": exported,
+    "embeddings": embeddings,
     "step_minilm": lambda: training_step("adapter_step/metrics.json"),
     "step_llama": lambda: training_step("adapter_step/llama.json"),
     "step_vit": lambda: training_step("vision_step/metrics.json", "vit_small"),

@@ -122,9 +122,9 @@ def near(rows: Tensor, queries: Sequence[int]) -> Tensor:
     return alike.topk(min(NEIGHBOURS, len(rows) - 1)).indices
 
 
-def figures_of(model: Model, door: Opened, on: Judged, original: Sequence[Tensor]) -> dict[str, float]:
-    """Everything but the time."""
-    pairs, corpus = vectors(model, door, on.pairs), vectors(model, door, on.corpus)
+def figures_of(given: Sequence[Tensor], on: Judged, original: Sequence[Tensor]) -> dict[str, float]:
+    """What the vectors of the pairs and of the corpus are worth, beside the original's."""
+    pairs, corpus = given
     half = len(on.scores)
     alike = (pairs[:half] * pairs[half:]).sum(-1)
     ours, theirs = near(corpus, on.queries), near(original[1], on.queries)
@@ -150,9 +150,10 @@ def measured(name: str, model: Model, size: int, door: Opened, on: Judged, origi
         return run
 
     seconds = alternate({"original": forward(door.model), name: forward(model)}, repetitions)
+    given = original if model is door.model else [vectors(model, door, each) for each in (on.pairs, on.corpus)]
     return {
         "model": name,
-        **figures_of(model, door, on, original),
+        **figures_of(given, on, original),
         "speed-up": ratio(seconds["original"], seconds[name]),
         f"ms per {TIMED} tokens": 1000 * statistics.median(seconds[name]),
         "bytes": size,
@@ -180,6 +181,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--data", required=True, help="folder with STS-B, QQP, MNLI and SST-2 of GLUE")
     options.add_argument("--sentences", type=int, default=6000, help="unlabelled training sentences (default 6000)")
     options.add_argument("--budgets", nargs="*", default=["1.5x", "2x", "3x"], help="of convert (default 1.5x 2x 3x)")
+    options.add_argument("--steps", type=int, default=300, help="of the recovery (default 300)")
     options.add_argument("--queries", type=int, default=500, help="questions that are searched with (default 500)")
     options.add_argument("--corpus", type=int, default=5000, help="texts among which is searched (default 5000)")
 
@@ -193,6 +195,7 @@ def run(arguments: argparse.Namespace) -> None:
     settings = {
         "model": arguments.model.name,
         "sentences": len(texts),
+        "steps": arguments.steps,
         "queries": len(on.queries),
         "corpus": len(on.corpus),
         "threads": torch.get_num_threads(),
@@ -213,7 +216,9 @@ def run(arguments: argparse.Namespace) -> None:
             continue
         model: Any = door.model
         if name != "original":
-            done = convert(str(arguments.model), texts, name, progress=False, samples=len(texts))
+            options = {"samples": len(texts), "steps": arguments.steps, "progress": False}
+            done = convert(str(arguments.model), texts, name, **options)
+            print(done.report, flush=True)
             model, made[name] = _encoder(done.model), done.report.to_dict()
         add(name, model, sum(tensor.nbytes for tensor in model.state_dict().values()))
         with tempfile.TemporaryDirectory() as folder:
