@@ -22,6 +22,7 @@ from snnk_peft.bundling.report import compare, probe_inputs
 from snnk_peft.calibrating.batches import read, refuse_no_batches
 from snnk_peft.calibrating.guards import refuse_not_finite
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.exporting.formed_maps import formed_maps
 from snnk_peft.exporting.int8 import compared, milliseconds, quantized
 from snnk_peft.exporting.program import (
     FORMATS,
@@ -143,7 +144,9 @@ def export(
     try:
         with torch.no_grad(), as_it_was(plain):
             axes = Axes(first)
-            program, metadata = _traced(form, plain, axes.traced(first), axes, opset)
+            traced = axes.traced(first)
+            with formed_maps(plain, traced):
+                program, metadata = _traced(form, plain, traced, axes, opset)
             files = form.write(program, folder / target.name)
             run = _opened(form, files[0], metadata)
             parity = _parity(plain, run, [*axes.others(first, plain), *given], limit)

@@ -39,6 +39,15 @@ class LogLinear(NamedTuple):
         """Return the features as functions of x, given those of factor · x."""
         return self._replace(rows=self.rows * factor, square=self.square * factor**2)
 
+    def for_each_half(self) -> LogLinear:
+        """Return the features of two batches, one behind the other, given those of one."""
+
+        def twice(x: Tensor, alone: int) -> Tensor:
+            return torch.cat((x, x)) if x.dim() > alone else x
+
+        square = twice(self.square, 3) if isinstance(self.square, Tensor) else self.square
+        return self._replace(rows=twice(self.rows, 3), offset=twice(self.offset, 2), square=square)
+
 
 def stack_heads(parts: list[LogLinear]) -> LogLinear:
     """Features of several heads as one, for vectors (B, heads, L, d); leading dimensions of each are (B)."""

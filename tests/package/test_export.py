@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +34,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.exporting.program import Axes, OnnxFormat
+from snnk_peft.exporting.program import FORMATS, Axes, OnnxFormat, TorchFormat
 from snnk_peft.families import FAMILIES
 from snnk_peft.functional import blocks
 from tests.attention_models import causal_model
@@ -239,6 +240,27 @@ def test_features_by_their_logarithms_in_a_file_of_torch(part, tmp_path):
     batch = inputs_for(model, 3, 9)
     with torch.no_grad():
         torch.testing.assert_close(torch.export.load(report.path).module()(**batch)["logits"], model(**batch).logits)
+
+
+def operations(part: AttentionPart, heads: int) -> int:
+    """Operations in the exported program of one layer."""
+    model = tiny("bert", num_attention_heads=heads, **ONE)
+    seen = []
+
+    class Counting(TorchFormat):
+        def write(self, program, path):
+            seen.append(sum(node.op == "call_function" for node in program.graph.nodes))
+            return super().write(program, path)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FORMATS, "torch", Counting())
+        export(bundled(model, {"attention": part}), "torch", f"{folder}/model.pt2")
+    return seen[0]
+
+
+@pytest.mark.parametrize("part", [CENTROIDS, replace(CENTROIDS, **JOINT)], ids=["alone", "joint"])
+def test_a_graph_does_not_form_the_maps_of_every_head(part):
+    assert operations(part, 4) == operations(part, 2)
 
 
 @with_onnx
