@@ -182,6 +182,18 @@ class OnnxFormat(TorchFormat):
     def settings(self, **common: Any) -> Any:
         return exporters.OnnxConfig(**common)
 
+    def trace(self, model: PreTrainedModel, sample: Inputs, axes: Axes, opset: int | None) -> tuple[Any, Any]:
+        """One graph for all sizes of the free axes; a residual sum before a LayerNorm is a Sum of two, and no Add.
+
+        ONNX Runtime fuses an Add and a LayerNormalization to one operation, which on a CPU takes 2.5 times as long as
+        both (1.32; a third of a small model with int8 Linears).
+        """
+        program, metadata = super().trace(model, sample, axes, opset)
+        for node in program.graph:
+            if node.op_type == "LayerNormalization" and (before := node.inputs[0].producer()) is not None:
+                before.op_type = "Sum" if before.op_type == "Add" else before.op_type
+        return program, metadata
+
     @contextlib.contextmanager
     def returning(self, model: PreTrainedModel) -> Iterator[None]:
         yield

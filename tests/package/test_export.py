@@ -264,6 +264,21 @@ def test_a_graph_does_not_form_the_maps_of_every_head(part):
 
 
 @with_onnx
+@pytest.mark.parametrize("int8", [False, True])
+def test_norms_are_left_to_themselves(int8, tmp_path):
+    """What ONNX Runtime makes of the graph before it runs it has each LayerNorm as it is: fused they are slower."""
+    onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    model = one_layer()
+    report = export(model, "onnx", tmp_path / "model.onnx", int8=int8)
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(report.path, options)
+    kinds = [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
+    assert kinds.count("LayerNormalization") == sum(isinstance(module, nn.LayerNorm) for module in model.modules())
+    assert "SkipLayerNormalization" not in kinds
+
+
+@with_onnx
 def test_int8_linears(tmp_path):
     """Of all Linears and of nothing else; as accurate as ONNX Runtime alone says."""
     onnx, onnxruntime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
