@@ -75,8 +75,9 @@ def export(
             batch, else random token ids with padding, or random images.
         batches: real inputs, labels optional; the program must agree on each of them, too.
         int8: only for "onnx": weights of all Linears in eight bits, one scale per output, inputs rounded as they come
-            (ONNX Runtime's dynamic quantisation). Parity is then checked before rounding; the report has the share of
-            equal labels on `batches` (without them on random inputs, which says little) and times beside those of fp32.
+            (ONNX Runtime's dynamic quantisation). `batches` of real inputs show which channels need a scale of their
+            own, without which rounding loses several times as much. Parity is then checked before rounding; the report
+            has what rounding changes on `batches` (without them on random inputs, which says little), and times.
         opset: version of the ONNX operators; None takes the newest that the exporter knows.
         tolerance: largest difference of an output relative to its largest value; None: 1e-4 in fp32, 2e-2 in fp16,
             1e-1 in bf16, 1e-6 in fp64.
@@ -153,13 +154,13 @@ def export(
             small = None
             if int8:
                 (folder / "int8").mkdir()
-                rounded, linears = quantized(program, first)
+                rounded, linears = quantized(program, first, given, files[0])
                 before = sum(file.stat().st_size for file in files)
                 files = form.write(rounded, folder / "int8" / target.name)
                 other = _opened(form, files[0], metadata)
-                examples, agreement, error = compared(run, other, given or axes.others(first, plain))
+                examples, figures, error = compared(plain, run, other, given or axes.others(first, plain))
                 times = milliseconds({"torch": plain, "onnx": run, "int8": other}, first)
-                small = Int8Report(linears, examples, agreement, error, before, times)
+                small = Int8Report(linears, examples, figures, error, before, times)
         written = _moved(files, target)
     except (OSError, RuntimeError) as error:
         # torch's writer tells of a full disk in a RuntimeError, and neither says which file.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import exporters
 
+from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.errors import NumericalError
+from snnk_peft.exporting.evened import even
 from snnk_peft.exporting.program import Inputs, quiet
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.solvers.reduce import relative_error
@@ -20,7 +23,7 @@ Run = Callable[..., Mapping[str, torch.Tensor]]
 REPETITIONS = 9
 
 
-def quantized(program: Any, sample: Inputs) -> tuple[Any, int]:
+def quantized(program: Any, sample: Inputs, batches: Sequence[Inputs], file: Path) -> tuple[Any, int]:
     """The graph with the weights of its Linears in int8, one scale per output; inputs are rounded as they come.
 
     Matrices of features in place of an FFN or pooler count as Linears. All else stays in floating point: embeddings,
@@ -28,11 +31,19 @@ def quantized(program: Any, sample: Inputs) -> tuple[Any, int]:
     seven of the eight bits: CPUs with only AVX2 add products of eight bits in sixteen, which may overflow, and nobody
     knows where the file will run.
 
+    Args:
+        program: in floating point; its Linears are evened in place.
+        sample: model inputs.
+        batches: real ones, by which channels are evened; none for no evening.
+        file: the program as it was written.
+
     Returns:
         The new graph and the number of its int8 products.
     """
     products = {node.name: node for node in program.graph if node.op_type in ("MatMul", "Gemm")}
     linears = {name for name, node in products.items() if _is_linear(node)}
+    if batches:
+        even(program, linears, batches, file)
     settings = exporters.OnnxRuntimeDynamicConfig(
         op_types_to_quantize=["MatMul", "Gemm"],
         nodes_to_exclude=sorted(products.keys() - linears),
@@ -51,19 +62,20 @@ def _is_linear(node: Any) -> bool:
     return weight is not None and len(weight.shape) == 2 and KernelAttention.__name__ not in inside
 
 
-def compared(run: Run, other: Run, batches: Iterable[Inputs]) -> tuple[int, float | None, float]:
-    """Compare the outputs of two programs.
+def compared(model: Any, run: Run, other: Run, batches: Iterable[Inputs]) -> tuple[int, dict[str, float], float]:
+    """Compare the outputs of two programs of one model.
 
     Returns:
-        Examples, the share of equal labels (None where the outputs choose none), and the relative error (rms).
+        Examples, what `Comparison.figures` says of the answers, and the relative error (rms) of the first output.
 
     Raises:
         NumericalError: the quantised one answers NaN or infinity.
     """
-    examples = equal = chosen = 0
-    difference = size = 0.0
+    comparison = Comparison(Answers(model))
+    examples, difference, size = 0, 0.0, 0.0
     for batch in batches:
         expected, given = run(**batch), other(**batch)
+        comparison.update(expected, given, batch)
         name = "logits" if "logits" in expected else next(iter(expected))
         a, b = expected[name].double(), given[name].double()
         mask = batch.get("attention_mask")
@@ -77,10 +89,7 @@ def compared(run: Run, other: Run, batches: Iterable[Inputs]) -> tuple[int, floa
         examples += len(next(iter(batch.values())))
         difference += float((a - b).square().sum())
         size += float(a.square().sum())
-        if name == "logits" and a.shape[-1] > 1:
-            same = a.argmax(-1) == b.argmax(-1)
-            equal, chosen = equal + int(same.sum()), chosen + same.numel()
-    return examples, equal / chosen if chosen else None, relative_error(difference, size, size) ** 0.5
+    return examples, comparison.figures(), relative_error(difference, size, size) ** 0.5
 
 
 def milliseconds(runs: Mapping[str, Run], sample: Inputs) -> dict[str, float]:

@@ -29,8 +29,8 @@ class Int8Report:
     Args:
         linears: products whose weights are int8.
         examples: compared.
-        agreement: share of examples (of tokens, where every token is labelled) whose largest logit is the same; None
-            for outputs that choose no class.
+        figures: the answers beside those in floating point. Of classes `agreement`, the share of equal labels, and
+            `divergence`, KL in nats; of embeddings `cosine`, and what else `snnk_peft.calibrating.answers` names.
         error: root mean square of the difference relative to that of the output.
         bytes_before: of the file in floating point.
         milliseconds: median of a call on the sample: "torch", "onnx", "int8", in turn and on as many threads.
@@ -38,7 +38,7 @@ class Int8Report:
 
     linears: int
     examples: int
-    agreement: float | None
+    figures: dict[str, float]
     error: float
     bytes_before: int
     milliseconds: dict[str, float]
@@ -95,13 +95,27 @@ class ExportReport:
         ]
         lines.append(f"    tolerance {self.tolerance:.0e}; any size on {_free(self.inputs)}; {self.seconds:.1f} s")
         if (small := self.int8) is not None:
-            same = "" if small.agreement is None else f"the same label for {100 * small.agreement:.1f} % of them, "
             times = ", ".join(f"{name} {value:.2f}" for name, value in small.milliseconds.items())
             lines.append(
                 f"    int8: {small.linears} Linears, {small.bytes_before:,} -> {self.bytes:,} bytes; on "
-                f"{small.examples} examples {same}error {small.error:.1e} (rms); ms per call: {times}"
+                f"{small.examples} examples {_answers(small.figures)}error {small.error:.1e} (rms); ms per call: "
+                f"{times}"
             )
         return "\n".join(lines)
+
+
+def _answers(figures: Mapping[str, float]) -> str:
+    """ "the same label for 98.9 %, KL 0.0007; "."""
+    told = {
+        "agreement": lambda x: f"the same label for {100 * x:.1f} %",
+        "divergence": lambda x: f"KL {x:.1e}",
+        "cosine": lambda x: f"cosine to fp32 {x:.4f}",
+        "neighbours": lambda x: f"{100 * x:.1f} % of the nearest neighbours kept",
+        "perplexity": lambda x: f"perplexity {x:.2f}",
+        "original_perplexity": lambda x: f"of fp32 {x:.2f}",
+        "correlation": lambda x: f"correlation {x:.4f}",
+    }
+    return "".join(f"{told[name](value)}, " for name, value in figures.items() if name in told)
 
 
 def _shapes(shapes: Mapping[str, list[int]]) -> str:

@@ -305,9 +305,34 @@ def test_int8_linears(tmp_path):
     assert report.int8.error == pytest.approx(error, rel=1e-3)
     assert 1e-4 < error < 0.2
     assert report.int8.examples == 6
-    assert report.int8.agreement == np.mean(np.concatenate(found).argmax(-1) == expected.argmax(-1))
+    assert report.int8.figures["agreement"] == np.mean(np.concatenate(found).argmax(-1) == expected.argmax(-1))
     assert report.bytes < report.int8.bytes_before
     assert set(report.int8.milliseconds) == {"torch", "onnx", "int8"}
+
+
+@with_onnx
+def test_int8_with_a_channel_that_is_much_larger(tmp_path):
+    """Real batches show it; without them the other channels are rounded with its step."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model = tiny("vit", **ONE)
+    block = model.vit.layers[0]
+    with torch.no_grad():  # the model stays the same
+        block.layernorm_after.weight[3] *= 100
+        block.layernorm_after.bias[3] *= 100
+        next(block.mlp.parameters())[:, 3] /= 100
+    batches = [inputs_for(model, 8), inputs_for(model, 3)]
+    held_out = {name: value.numpy() for name, value in inputs_for(model, 16).items()}
+    with torch.no_grad():
+        expected = model(**{name: torch.from_numpy(value) for name, value in held_out.items()}).logits.numpy()
+    errors = []
+    for given in (batches, None):
+        report = export(
+            model, "onnx", tmp_path / "model.onnx", sample=batches[0], batches=given, int8=True, overwrite=True
+        )
+        assert "the same label for" in str(report)
+        (found,) = onnxruntime.InferenceSession(report.path).run(["logits"], held_out)
+        errors.append(np.square(found - expected).mean())
+    assert errors[0] < errors[1] / 4
 
 
 def test_half_precision(tmp_path):
