@@ -17,7 +17,7 @@ LAYER = "bert.encoder.layer.0"
 def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The modules of the peers, as the program sees them."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("blocks", "fisher_pruning", "modegpt", "uptraining")
+    names = ("blocks", "distilling", "fisher_pruning", "modegpt", "uptraining")
     return SimpleNamespace(**{name: importlib.import_module(f"_peers.{name}") for name in names})
 
 

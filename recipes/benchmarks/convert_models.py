@@ -10,6 +10,7 @@
     llama_ffn   its gated FFNs: perplexity and size
     embeddings  a sentence encoder: its vectors, their similarities and neighbours
     peers       other ways to make a BERT smaller, at equal latency
+    curve       agreement over latency: conversions and their peers, each in fp32 and int8
 
 Figures go to results/convert_NAME.
 """
@@ -23,7 +24,7 @@ from importlib import import_module
 from _bench import parser
 from transformers import logging
 
-NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "embeddings", "peers")
+NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "embeddings", "peers", "curve")
 
 
 def main() -> None:

@@ -88,6 +88,7 @@ def test_make_benchmarks_leaves_out_what_needs_a_model() -> None:
         ("lowrank_compress.py --resnet x", "resnet needs both of --resnet and --cifar10"),
         ("lowrank_compress.py", "nothing to compress"),
         ("convert_models.py peers --model x --data x --methods uptrained", "expected ours among --methods"),
+        ("convert_models.py curve --model x --data x --only magic", "--only magic names no point"),
     ],
 )
 def test_what_cannot_be_measured(given: str, message: str, output: Path) -> None:
@@ -433,6 +434,40 @@ def test_conversions_beside_their_peers(tmp_path: Path, output: Path) -> None:
     assert min(gone.values()) > 0
     assert [line["ours"] for line in found["at_equal_latency"]] == [rows[0]["accuracy"]]
     assert (tmp_path / "peers.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_a_curve_goes_on_where_it_stopped(tmp_path: Path, output: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    write_classifier(tmp_path, "sst2", 300, 30)
+    given = ["curve", "--model", str(tmp_path / "bert"), "--data", str(tmp_path / "glue"), "--repetitions", "1"]
+    given += ["--seeds", "1", "--sentences", "260", "--only", "original"]
+    first = figures(output, "convert_models.py", *given)["measured"]
+    assert [(row["point"], row["as"]) for row in first] == [("original", "fp32"), ("original", "int8")]
+    assert first[0]["agreement"] == 1
+    assert first[0]["KL"] == pytest.approx(0, abs=1e-9)
+    then = figures(output, "convert_models.py", *given, "ffn 64")
+    assert then["measured"][:2] == first
+    assert [row["point"] for row in then["measured"][2:]] == ["ffn 64", "ffn 64"]
+    assert (tmp_path / "curve.png").stat().st_size > 1000
+    other = run_python([str(BENCHMARKS / "convert_models.py"), *given, "--sentences", "250", "--output", str(output)])
+    assert other.returncode != 0
+    assert "was measured with sentences 260, now 250" in other.stderr
+
+
+def test_agreement_at_equal_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    program = importlib.import_module("_conversions.curve")
+
+    def row(point, kind, speed, agreement):
+        return {"point": point, "as": kind, "speed-up": speed, "agreement": agreement}
+
+    rows = [row("plan 2x", "fp32", 2.0, 0.98), row("svd 0.85", "fp32", 1.5, 0.9), row("svd 0.7", "fp32", 3.5, 0.5)]
+    (line,) = program.at_equal_speed([*rows, row("svd 0.7", "int8", 4.0, 0.6)])
+    assert line["svd, fp32"] == pytest.approx(0.8)
+    assert line["svd, int8"] is None
+    assert line["agreement"] == 0.98
 
 
 def test_accuracy_between_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

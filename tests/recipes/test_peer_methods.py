@@ -321,3 +321,19 @@ def test_uptraining_learns_within_its_time(peers):
     assert made.bert.encoder.layer[0].output.dense.in_features == 8
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, kept[name])
+
+
+def test_distillation_comes_nearer_within_its_time(peers):
+    model, batches = teacher(), sentences(6)
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    expected, distances = logits(model, batches).log_softmax(-1), []
+    for steps in (60, 1):
+        clock = itertools.count()
+        made = peers.distilling.distil(model, batches, 1, steps, rate=3e-3, size=6, clock=lambda: float(next(clock)))
+        given = logits(made, batches).log_softmax(-1)
+        distances.append(float((expected.exp() * (expected - given)).sum(-1).mean()))
+        assert next(clock) == steps + 1
+    assert distances[0] < 0.7 * distances[1]
+    assert len(made.bert.encoder.layer) == made.config.num_hidden_layers == 1
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, kept[name])

@@ -52,6 +52,35 @@ def uptrain(
     for name, parameter in model.named_parameters():
         # The original expansion is still there and not used; steps that change 30,522 embeddings would be fewer.
         parameter.requires_grad_("base_layer" not in name and "embeddings" not in name)
+
+    def loss(batch: Batch) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(**model_inputs(batch)).logits, batch["labels"])
+
+    train(model, batches, loss, seconds, start, seed=seed, rate=rate, size=size, clock=clock)
+    return bundle(model.eval()).eval()
+
+
+def train(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    loss: Callable[[Batch], torch.Tensor],
+    seconds: float,
+    start: float,
+    *,
+    seed: int,
+    rate: float,
+    size: int,
+    clock: Callable[[], float],
+) -> None:
+    """Train what requires a gradient, until `seconds` after `start`; the rest is as in `uptrain`.
+
+    Args:
+        model: in eval mode or not.
+        batches: given to `loss` in smaller ones.
+        loss: of a batch.
+        seconds: to spend.
+        start: what the clock said.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=1e-4)
     smaller = [dict(zip(batch, parts, strict=True)) for batch in batches for parts in _cut(batch, size)]
@@ -63,11 +92,10 @@ def uptrain(
         spent = (clock() - start) / seconds
         for group in optimizer.param_groups:
             group["lr"] = rate * max(0.0, min(spent / WARMUP, (1 - spent) / (1 - WARMUP)))
-        loss = nn.functional.cross_entropy(model(**model_inputs(batch)).logits, batch["labels"])
+        found = loss(batch)
         optimizer.zero_grad()
-        loss.backward()
+        found.backward()
         optimizer.step()
-    return bundle(model.eval()).eval()
 
 
 def _cut(batch: Batch, size: int) -> list[tuple[torch.Tensor, ...]]:

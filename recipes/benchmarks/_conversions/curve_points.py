@@ -1,0 +1,62 @@
+"""The points of `curve.py`: each way to make a BERT smaller, at each size."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from _peers import distilling, fisher_pruning, modegpt
+from _peers.blocks import Batch, model_inputs
+from torch import nn
+
+from _conversions.peers import calibrated, svd
+from snnk_peft import FFNPart, plan
+
+Make = Callable[[nn.Module, Sequence[Batch], int], nn.Module]
+FEATURES = (384, 256, 192, 128, 96, 64)
+BUDGETS = ("1.5x", "2x", "2.5x", "3x")
+SHARES = (0.85, 0.7, 0.58, 0.46, 0.35)
+LAYERS = (5, 4, 3, 2)
+REFERENCE = "plan 2x"  # which gives distillation its seconds
+
+
+def planned(teacher: nn.Module, batches: Sequence[Batch], seed: int, budget: str) -> nn.Module:
+    """What `plan` finds for a budget of latency at 32 x 64 tokens."""
+    given = [model_inputs(batch) for batch in batches]
+    with tempfile.TemporaryDirectory() as folder:  # every plan measures for itself
+        timings = Path(folder) / "timings.json"
+        found = plan(teacher, given, budget, inputs=timed(teacher), seed=seed, timings=timings, progress=False)
+    return calibrated(teacher, given, *found.config.parts)
+
+
+def timed(model: Any) -> dict[str, torch.Tensor]:
+    """32 x 64 random tokens."""
+    ids = torch.randint(model.config.vocab_size, (32, 64), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+
+
+def points(seconds: Callable[[int], float]) -> dict[str, Make]:
+    """All ways and sizes, by name; `seconds` that the reference took, for a seed."""
+
+    def features(teacher: nn.Module, batches: Sequence[Batch], seed: int, count: int) -> nn.Module:
+        return calibrated(teacher, [model_inputs(batch) for batch in batches], FFNPart(num_features=count))
+
+    def shared(teacher: nn.Module, batches: Sequence[Batch], seed: int, how: Any, share: float) -> nn.Module:
+        made: nn.Module = how(teacher, batches, share)
+        return made
+
+    def distilled(teacher: nn.Module, batches: Sequence[Batch], seed: int, layers: int) -> nn.Module:
+        return distilling.distil(teacher, batches, layers, seconds(seed), seed=seed)
+
+    peers = {"svd": svd, "fisher": fisher_pruning.prune, "modegpt": modegpt.decompose}
+    return {
+        "original": lambda teacher, batches, seed: teacher,
+        **{f"ffn {count}": partial(features, count=count) for count in FEATURES},
+        **{f"plan {budget}": partial(planned, budget=budget) for budget in BUDGETS},
+        **{f"{name} {share}": partial(shared, how=how, share=share) for name, how in peers.items() for share in SHARES},
+        **{f"distilled {count}": partial(distilled, layers=count) for count in LAYERS},
+    }
