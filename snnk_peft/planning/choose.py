@@ -1,8 +1,8 @@
 """Which candidate in which place: the least total error for every total cost, exactly (a knapsack by dynamic program).
 
-Places are independent: each takes the original or one of its candidates, costs and errors add up. The states after some
-places are the pairs (cost, error) that no other pair beats in both; costs are counted in 1/20000 of the original's,
-rounded up, so that there are never more states than that and a choice never costs more than it says.
+Places are independent: each takes the original or one of its candidates, costs and errors add up. After some places the
+least error of every total saving is known; savings are counted in 1/20000 of the original's cost, rounded down, so that
+a choice never costs more than it says.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
     """All choices that no other beats in both cost and error; equal ones by the earlier offer.
 
     Args:
-        places: the offers of each place; what saves nothing is not taken.
+        places: the offers of each place; what saves nothing, or errs by no finite number, is not taken.
 
     Returns:
         From the original on, which is there even if something cheaper errs as little.
@@ -55,30 +55,32 @@ def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
         >>> [point.chosen for point in pareto([[Offer(0.2, 0.1), Offer(0.3, 0.4)], [Offer(0.2, 0.2)]])]
         [(-1, -1), (0, -1), (0, 0), (1, 0)]
     """
-    saved, error = np.zeros(1, dtype=np.int64), np.zeros(1)
-    back: list[tuple[np.ndarray, np.ndarray]] = []
+    least = np.zeros(1)  # error, by what is saved
+    taken: list[tuple[np.ndarray, list[tuple[int, int]]]] = []
     for offers in places:
-        # Rounded down, by which the cost that remains is rounded up.
         options = [(-1, 0, 0.0)]
-        options += [(i, math.floor(offer.saved * STEPS + 1e-9), offer.error) for i, offer in enumerate(offers)]
-        options = [option for option in options if option[0] < 0 or option[1] > 0]
-        many = len(saved)
-        own = np.repeat([option[0] for option in options], many)
-        before = np.tile(np.arange(many), len(options))
-        saved = np.concatenate([saved + option[1] for option in options])
-        error = np.concatenate([error + option[2] for option in options])
-        order = np.lexsort((own, error, -saved))  # most saved first; among these the least error, the earlier offer
-        least = np.minimum.accumulate(error[order])
-        kept = order[np.concatenate(([True], least[1:] < least[:-1]))]
-        saved, error = saved[kept], error[kept]
-        back.append((own[kept], before[kept]))
+        options += [
+            (number, steps, offer.error)
+            for number, offer in enumerate(offers)
+            if (steps := math.floor(offer.saved * STEPS + 1e-9)) > 0 and math.isfinite(offer.error)
+        ]
+        most = max(steps for _, steps, _ in options)
+        errors = np.full((len(options), len(least) + most), np.inf)
+        for row, (_, steps, error) in zip(errors, options, strict=True):
+            row[steps : steps + len(least)] = least + error
+        best = errors.argmin(0)
+        least = errors[best, np.arange(len(best))]
+        taken.append((best, [(number, steps) for number, steps, _ in options]))
+    # From the most saved on, whatever errs less than all that saves more.
+    before = np.minimum.accumulate(np.append(least, np.inf)[::-1])[-2::-1]
     points = []
-    for last in reversed(range(len(saved))):
-        chosen, index = [], last
-        for own, before in reversed(back):
-            chosen.append(int(own[index]))
-            index = before[index]
-        points.append(Point(1 - int(saved[last]) / STEPS, float(error[last]), tuple(reversed(chosen))))
+    for saved in np.flatnonzero(least < before):
+        chosen, left = [], int(saved)
+        for best, numbers in reversed(taken):
+            number, steps = numbers[best[left]]
+            chosen.append(number)
+            left -= steps
+        points.append(Point(1 - int(saved) / STEPS, float(least[saved]), tuple(reversed(chosen))))
     original = Point(1.0, 0.0, (-1,) * len(places))
     return points if points[0] == original else [original, *points]
 

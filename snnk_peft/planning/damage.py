@@ -1,4 +1,4 @@
-"""Errors of candidates: of the fit of each to its module, and of the output of the model, all else original.
+"""Errors of candidates: of the fit of each to its module, and of the answers of the model, all else original.
 
 Candidates are fitted side by side on the inputs of the original's modules; the model runs once for all of them.
 `calibrate` fits what was chosen again, after the layers that were converted before.
@@ -7,6 +7,7 @@ Candidates are fitted side by side on the inputs of the original's modules; the 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,17 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs, tokens_of
-from snnk_peft.calibrating.calibrate import fitter_of, slot_to_fit
+from snnk_peft.calibrating.answers import Answers, Comparison, Rows
+from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
+from snnk_peft.calibrating.calibrate import calibrate, fitter_of, slot_to_fit
+from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.slots import Call, FitOptions, Fitter
-from snnk_peft.planning.candidates import Template, replayed
-from snnk_peft.solvers.reduce import ErrorMeter
-from snnk_peft.solvers.ridge import DEFAULT_RIDGES
+from snnk_peft.planning.candidates import Template, replayed, shared_copy
+from snnk_peft.projections.base_drawn import site_generator
+from snnk_peft.solvers.reduce import relative_error
+from snnk_peft.tuner.get_model import get_snnk_model
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 HELD_OUT = 0.3
-OPTIONS = FitOptions(landmarks="greedy", ridges=DEFAULT_RIDGES, refit=False)
+IMAGE_TOKENS = 196  # of an image of the usual size
+OPTIONS = FitOptions(landmarks="greedy", ridges=(1e-5, 1e-4, 1e-3, 1e-2), refit=False)
 Errors = dict[tuple[int, "int | None"], float]  # by number of the template and layer
 
 
@@ -141,95 +146,142 @@ class _KeptCalls:
             yield held_out, calls if self.fitter.calls else torch.cat([rows(c.args[0], c.mask) for c in calls])
 
 
-class OutputError:
-    """Distance of outputs from those of the original, over all batches.
+def measure_damage(templates: Sequence[Template], sample: Sample, seed: int, tick: Callable[[], Any]) -> Errors:
+    """What each group of each template, all else original, does to the answers on the held-out part of the sample.
 
-    Logits of classes or of words by the Kullback-Leibler divergence of their distributions, in nats per row; anything
-    else, the score of a regression for instance, by the squared difference relative to the variance over all rows. Of
-    several outputs (start and end of an answer), the mean.
+    A group inside a layer changes what the layer gives by δ, and the answers of an example by Σ g·δ over its tokens, g
+    the gradient there of `Answers.drawn_loss`: in the mean over the examples, half its square is the divergence. So
+    only the layer itself is run. What stands outside of the layers, or in a layer that runs several times, is run and
+    compared.
     """
-
-    def __init__(self, config: Any):
-        self.problem = getattr(config, "problem_type", None)
-        self.squared: dict[str, ErrorMeter] = {}
-        self.divergence: dict[str, tuple[float, int]] = {}  # sum, rows
-
-    def update(self, original: Any, other: Any, mask: Any) -> None:
-        for name in _compared(original):
-            target, output = _rows(original[name], mask).double(), _rows(other[name], mask).double()
-            if name.endswith("logits") and target.shape[-1] > 1 and self.problem not in OTHER_PROBLEMS:
-                target, output = target.log_softmax(-1), output.log_softmax(-1)
-                total, rows = self.divergence.get(name, (0.0, 0))
-                # A class that the original rules out (-inf) adds nothing.
-                lost = torch.where(target.isneginf(), 0.0, target.exp() * (target - output))
-                self.divergence[name] = total + float(lost.sum()), rows + len(target)
-            else:
-                self.squared.setdefault(name, ErrorMeter()).update(target, output)
-
-    def value(self) -> float:
-        """The error: 0 for equal outputs, NaN if an output is no number.
-
-        Raises:
-            ConfigError: no row was compared.
-        """
-        rows = [count for _, count in self.divergence.values()] + [meter.count for meter in self.squared.values()]
-        if not rows or 0 in rows:
-            raise ConfigError(
-                "the batches that are held out have no token that counts (attention_mask is 0 everywhere), so there is "
-                "nothing to compare outputs on; expected real tokens in every batch"
-            )
-        errors = [0.0 if total <= 0 else total / count for total, count in self.divergence.values()]
-        errors += [meter.value() for meter in self.squared.values()]
-        return sum(errors) / len(errors)
-
-
-OTHER_PROBLEMS = ("regression", "multi_label_classification")
-
-
-def _compared(outputs: Mapping[str, Any]) -> list[str]:
-    logits = [name for name in outputs if name.endswith("logits")]
-    return logits or [next(n for n, v in outputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point())]
-
-
-def _rows(output: torch.Tensor, mask: Any) -> torch.Tensor:
-    """(n, dim) without padding, where the output has a row for every token."""
-    rows = output.reshape(-1, output.shape[-1])
-    if output.ndim > 2 and isinstance(mask, torch.Tensor) and mask.shape == output.shape[:-1]:
-        return rows[mask.bool().flatten()]
-    return rows
-
-
-@torch.no_grad()
-def measure_damage(templates: Sequence[Template], sample: Sample, tick: Callable[[], Any]) -> Errors:
-    """The output's error with one group of one template in use, on the held-out part of the sample.
-
-    What the layers before it give is remembered and not computed again.
-    """
-    first = templates[0]
-    errors = {(n, key): OutputError(first.root.config) for n, each in enumerate(templates) for key in each.groups}
-    for inputs in sample.inputs(first.root, held_out=True):
-        mask = inputs.get("attention_mask")
-        original, outputs = _remember(first, inputs)
-        for (number, key), error in errors.items():
-            template = templates[number]
-            before = {} if outputs is None or key is None else dict(list(outputs.items())[:key])
+    root, answers = templates[0].root, Answers(templates[0].root)
+    names = [(number, key) for number, template in enumerate(templates) for key in template.groups]
+    compared = {name: Comparison(answers) for name in names}
+    moved = dict.fromkeys(names, 0.0)
+    whole = _Scale(answers)
+    for number, inputs in enumerate(sample.inputs(root, held_out=True)):
+        seen = _Seen(root, templates[0].layers, inputs, answers, site_generator(seed, f"plan.{number}"))
+        whole.update(answers.read(seen.answer, inputs))
+        for at, key in names:
+            template = templates[at]
             template.activate(key)
             try:
-                with replayed(template.root, before):
-                    error.update(original, template.root(**inputs), mask)
+                if key is None or seen.gradients is None:
+                    with torch.no_grad(), replayed(template.root, seen.before(key)):
+                        compared[at, key].update(seen.answer, template.root(**inputs), inputs)
+                else:
+                    moved[at, key] += seen.response(template.root, template.layers[key], inputs)
             finally:
                 template.activate(None, nothing=True)
             tick()
-    return {name: error.value() for name, error in errors.items()}
+    return {
+        name: comparison.distance() if comparison.sums else whole.of(moved[name])
+        for name, comparison in compared.items()
+    }
 
 
-def _remember(template: Template, inputs: Mapping[str, Any]) -> tuple[Any, dict[str, Any] | None]:
-    """Outputs of the original and of each of its layers; None for these if the model runs a layer several times."""
-    outputs: dict[str, list[Any]] = {path: [] for path in template.layers}
-    with contextlib.ExitStack() as hooks:
-        for path, given in outputs.items():
-            layer = template.root.get_submodule(path)
-            hooks.enter_context(layer.register_forward_hook(lambda module, args, out, given=given: given.append(out)))
-        result = template.root(**inputs)
-    once = all(len(each) == 1 for each in outputs.values())
-    return result, {path: each[0] for path, each in outputs.items()} if once else None
+def joint_error(model: nn.Module, config: SNNKConfig, sample: Sample) -> float:
+    """The distance of the held-out answers of the model with all chosen parts, fitted to the rest of the sample."""
+    if not config.parts:
+        return 0.0
+    patched: Any = get_snnk_model(shared_copy(model), config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a sample is small, and what is fitted to it is not kept
+        calibrate(patched, [batch for _, batch in sample.batches], held_out=HELD_OUT, refit=False, progress=False)
+    root, comparison = patched.eval().get_base_model(), Comparison(Answers(model))
+    with torch.no_grad():
+        for inputs in sample.inputs(root, held_out=True):
+            with patched.disable_adapter():
+                expected = root(**inputs)
+            comparison.update(expected, root(**inputs), inputs)
+    return comparison.distance()
+
+
+class _Seen:
+    """One run of the original: its answer, what its layers gave, and the gradients there.
+
+    Attributes:
+        gradients: by path, None if a layer runs several times, whose outputs no one gradient belongs to.
+    """
+
+    def __init__(
+        self, root: Any, layers: Sequence[str], inputs: Mapping[str, Any], answers: Answers, generator: torch.Generator
+    ):
+        given: dict[str, list[Any]] = {path: [] for path in layers}
+        added: dict[str, torch.Tensor] = {}
+
+        def keep(path: str, module: nn.Module, args: Any, output: Any) -> Any:
+            given[path].append(_detached(output))
+            # Of what is added gradients can be taken, whatever trains.
+            first = _first(output)
+            added[path] = torch.zeros_like(first, requires_grad=True)
+            return first + added[path] if first is output else (first + added[path], *output[1:])
+
+        with contextlib.ExitStack() as context:
+            for path in layers:
+                context.enter_context(root.get_submodule(path).register_forward_hook(partial(keep, path)))
+            context.enter_context(torch.inference_mode(False))
+            context.enter_context(torch.enable_grad())
+            answer = root(**inputs)
+            self.gradients = None
+            if all(len(each) == 1 for each in given.values()):
+                loss = answers.drawn_loss(answers.read(answer, inputs), generator)
+                taken = torch.autograd.grad(loss, list(added.values()), allow_unused=True)
+                self.gradients = dict(zip(added, taken, strict=True))
+        self.outputs = {path: each[0] for path, each in given.items()} if self.gradients is not None else {}
+        self.answer = _detached(answer)
+
+    def before(self, key: int | None) -> dict[str, Any]:
+        """The outputs of the layers in front of one; of all if that is None."""
+        return dict(list(self.outputs.items())[:key])
+
+    def response(self, root: nn.Module, path: str, inputs: Mapping[str, Any]) -> float:
+        """Sum over the examples of (Σ g·δ)², δ what the layer at `path` gives in this model beyond what it gave."""
+        assert self.gradients is not None
+        gradient, outputs = self.gradients[path], dict(self.outputs)
+        if gradient is None:
+            return 0.0
+        before, found = _first(outputs.pop(path)), list[torch.Tensor]()
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            found.append(_first(output))
+
+        with torch.no_grad(), replayed(root, outputs), root.get_submodule(path).register_forward_hook(keep):
+            root(**inputs)
+        moved = ((found[0] - before).float() * gradient.float()).flatten(1).sum(1)
+        return float(moved.double().square().sum())
+
+
+class _Scale:
+    """Turns sums of squared responses into the distance of `Comparison`."""
+
+    def __init__(self, answers: Answers):
+        self.answers, self.rows, self.numbers = answers, 0, dict[str, list[torch.Tensor]]()
+
+    def update(self, answer: Rows) -> None:
+        for name, rows in answer.items():
+            self.rows += len(rows)
+            if self.answers.kind(name, rows.shape[-1]) == "numbers":
+                self.numbers.setdefault(name, []).append(rows.double())
+
+    def of(self, squares: float) -> float:
+        if not self.rows:
+            return Comparison(self.answers).distance()  # which says so
+        if not self.numbers:
+            return 0.5 * squares / self.rows
+        whole = [torch.cat(each) for each in self.numbers.values()]
+        variance = sum(float((rows - rows.mean(0)).square().sum()) for rows in whole)
+        return relative_error(squares, variance, sum(float(rows.square().sum()) for rows in whole))
+
+
+def _first(output: Any) -> torch.Tensor:
+    """The hidden state among the outputs of a layer."""
+    return output if isinstance(output, torch.Tensor) else output[0]
+
+
+def _detached(output: Any) -> Any:
+    if isinstance(output, torch.Tensor):
+        return output.detach()
+    if isinstance(output, Mapping):
+        return {name: _detached(value) for name, value in output.items()}
+    return tuple(map(_detached, output)) if isinstance(output, (tuple, list)) else output

@@ -8,9 +8,7 @@ parts are measured together, and if that is more than the budget, the choice is 
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,24 +19,21 @@ from tqdm.auto import tqdm
 from snnk_peft.arguments import in_words, path_of
 from snnk_peft.calibrating.batches import IMAGE_TOKENS, Batches, checked_one, model_inputs
 from snnk_peft.calibrating.guards import named_padding, refuse_not_finite, refuse_overflow
-from snnk_peft.config import SNNKConfig
 from snnk_peft.config_parts import part_name
 from snnk_peft.errors import ConfigError
 from snnk_peft.families import family_of
 from snnk_peft.options import closest
 from snnk_peft.parts import Part
+from snnk_peft.planning.budget import share_of
 from snnk_peft.planning.candidates import Places, Template, default_templates, places
-from snnk_peft.planning.choose import Offer, Point, apart, pareto
+from snnk_peft.planning.choices import Candidate, Choices, named
 from snnk_peft.planning.costs import OF, Measure
-from snnk_peft.planning.damage import Errors, Sample, fit_all, measure_damage
-from snnk_peft.planning.result import POINTS, Candidate, Plan
+from snnk_peft.planning.damage import IMAGE_TOKENS, Errors, Sample, fit_all, joint_error, measure_damage
+from snnk_peft.planning.result import POINTS, Plan
+from snnk_peft.planning.settle import check_reach, settle
+from snnk_peft.planning.sizes import kind_of
+from snnk_peft.planning.timing import LIMIT
 from snnk_peft.tuner.given_model import refuse_patched, refuse_prepared, takes_model
-
-ATTEMPTS = 4  # to find the budget in proportion
-AGAIN = 3  # times in all that what seems too dear is timed
-ROOM = 1.1  # seconds of parts alone do not tell those of all together to more than this
-SURPLUS = 1.05  # times the saving that was asked for: more is looked into
-STRIDE = 0.02  # of the budget between two choices: what they cost in seconds could not be told apart
 
 
 @takes_model
@@ -138,54 +133,67 @@ def _planned(
     saved = measure.savings(templates)
     templates, saved = _worth_it(templates, saved)
     by_place = places(templates)
-    _check_reach(by_place, saved, share, of)
-    fit_errors, output_errors = _errors(templates, sample, progress)
-    offers = [
-        [Offer(saved[number].get(key, 0.0), output_errors[number, key]) for number in members]
-        for key, members in by_place
-    ]
-    points = pareto([[o if math.isfinite(o.error) else Offer(0.0, 0.0) for o in place] for place in offers])
-    steps = apart(points, math.ceil(STRIDE * share / measure.grain) * measure.grain if measure.grain else 0.0)
-    index, config, measured = _settle(templates, by_place, steps, share, seed, measure)
-    point, dear = steps[index], steps[index - 1]
-    if share / measured > SURPLUS:
-        steps = [each for each in points if point.cost <= each.cost <= dear.cost]
-        index, config, measured = _settle(templates, by_place, steps, share, seed, measure)
-        point = steps[index]
-    chosen = {(members[i], key) for (key, members), i in zip(by_place, point.chosen, strict=True) if i >= 0}
-    candidates = [
-        Candidate(
-            key,
-            part_name(type(templates[number].part)),
-            templates[number].part.size_in_words(),
-            saved[number].get(key, 0.0),
-            fit_errors.get((number, key)),
-            output_errors[number, key],
-            (number, key) in chosen,
-        )
-        for key, members in by_place
-        for number in sorted(members)
-    ]
-    every = max(1, len(points) // POINTS)
-    shown = [p for i, p in enumerate(points) if i % every == 0 or p in (point, points[-1])]
-    curve = [{"cost": each.cost, "error": each.error} for each in shown]
-    predicted = {"cost": point.cost, "speed_up": 1 / point.cost, "error": point.error, "measured": measured}
-    settings = {**measure.where, "tokens": tokens, "seed": seed}
-    return Plan(config, of, share, predicted, candidates, curve, settings)
+    most = sum(max(saved[number].get(key, 0.0) for number in members) for key, members in by_place)
+    check_reach(most, share, of)
+    kinds, candidates = _candidates(templates, by_place, saved, *_errors(templates, sample, seed, progress))
+    choices = Choices(candidates, kinds, seed)
+    point, measured = settle(choices, share, measure)
+    every = max(1, len(choices.points) // POINTS)
+    shown = [p for i, p in enumerate(choices.points) if i % every == 0 or p in (point, choices.points[-1])]
+    config = choices.config(point)
+    return Plan(
+        config,
+        of,
+        share,
+        {
+            "cost": point.cost,
+            "speed_up": 1 / point.cost,
+            "error": point.error,
+            "measured": measured,
+            "measured_error": joint_error(model, config, sample),
+        },
+        choices.marked(point),
+        [{"cost": each.cost, "error": each.error} for each in shown],
+        {**measure.where, "tokens": tokens, "seed": seed, **({"timing_limit": LIMIT} if of == "latency" else {})},
+        [named(kind) for kind in kinds],
+    )
+
+
+def _candidates(
+    templates: Sequence[Template],
+    by_place: Places,
+    saved: Sequence[Mapping[int | None, float]],
+    fit_errors: Errors,
+    output_errors: Errors,
+) -> tuple[list[Part], list[Candidate]]:
+    """The kinds, and all that was measured: by place, kind and size."""
+    by_kind: dict[Any, list[int]] = {}
+    for number, template in enumerate(templates):
+        by_kind.setdefault(kind_of(template.part), []).append(number)
+    candidates = []
+    for place, (key, members) in enumerate(by_place):
+        for kind, numbers in enumerate(by_kind.values()):
+            for number in (number for number in numbers if number in members):
+                part = templates[number].part
+                candidates.append(
+                    Candidate(
+                        key,
+                        part_name(type(part)),
+                        part.size_in_words(),
+                        saved[number].get(key, 0.0),
+                        fit_errors.get((number, key)),
+                        output_errors[number, key],
+                        False,
+                        place,
+                        kind,
+                    )
+                )
+    return [templates[numbers[0]].part for numbers in by_kind.values()], candidates
 
 
 def _check(budget: object, of: object, parts: object, tokens: object) -> float:
-    faults = []
-    share = math.nan
-    if isinstance(budget, str) and (times := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[xX×]\s*", budget)):
-        share = 1 / float(times[1]) if float(times[1]) else math.nan
-    elif isinstance(budget, (int, float)) and not isinstance(budget, bool):
-        share = float(budget)
-    if not 0 < share < 1:
-        faults.append(
-            f"budget is {repr(budget)[:100]}; expected a factor above 1 such as '2x', or the share of the cost that "
-            f"may remain, between 0 and 1, such as 0.5{_meant(budget)}"
-        )
+    share, fault = share_of(budget)
+    faults = [] if fault is None else [fault]
     if of not in OF:
         close = closest(of, OF) if isinstance(of, str) else None
         faults.append(
@@ -201,15 +209,6 @@ def _check(budget: object, of: object, parts: object, tokens: object) -> float:
     if faults:
         raise ConfigError(faults)
     return share
-
-
-def _meant(budget: object) -> str:
-    """A question about a number above 1, or nothing."""
-    try:
-        factor = float(budget)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return ""
-    return f". Did you mean '{factor:g}x'?" if 1 < factor < math.inf else ""
 
 
 def _length(inputs: Mapping[str, Any]) -> int:
@@ -228,31 +227,9 @@ def _worth_it(
     return [templates[number] for number in kept], [saved[number] for number in kept]
 
 
-def _check_reach(by_place: Places, saved: Sequence[Mapping[int | None, float]], share: float, of: str) -> None:
-    """ConfigError if the cheapest candidates of all places are not enough, which is known before they are fitted."""
-    most = sum(max(saved[number].get(key, 0.0) for number in members) for key, members in by_place)
-    if 1 - most > share * (ROOM if of == "latency" else 1):
-        raise _unreachable(1 - most, share, of, "each measured alone")
-
-
-def _unreachable(nearest: float, share: float, of: str, how: str) -> ConfigError:
-    # What is named has to be reachable when it is given back.
-    nearest = math.ceil(nearest * 1000) / 1000
-    met = math.floor(100 / nearest) / 100
-    if met > 1:
-        told = f"leaves {nearest:.3f}, so the nearest that can be met is '{met:.2f}x'. Give that"
-    else:
-        told = "saves nothing measurable. Give larger inputs"
-    return ConfigError(
-        f"budget leaves {share:.3f} of the {of} ({1 / share:.2f}x); the cheapest choice of the candidates, {how}, "
-        f"{told}, smaller candidates as parts=[...], or another unit (latency, macs, bytes)"
-    )
-
-
-def _errors(templates: Sequence[Template], sample: Sample, progress: bool) -> tuple[Errors, Errors]:
-    """Measure fit and output errors, by template index and layer; templates of a kind share their passes."""
+def _errors(templates: Sequence[Template], sample: Sample, seed: int, progress: bool) -> tuple[Errors, Errors]:
+    """Measure fit and output errors, by template index and layer; templates of a kind are fitted together."""
     fits: Errors = {}
-    outputs: Errors = {}
     kinds: dict[type, list[int]] = {}
     for number, template in enumerate(templates):
         kinds.setdefault(type(template.part), []).append(number)
@@ -260,59 +237,6 @@ def _errors(templates: Sequence[Template], sample: Sample, progress: bool) -> tu
     total = sum(len(template.groups) for template in templates) * (1 + held_out)
     with tqdm(total=total, desc="plan", unit="step", disable=not progress) as bar:
         for indices in kinds.values():
-            kind = [templates[number] for number in indices]
-            for into, measured in (
-                (fits, fit_all(kind, sample, bar.update)),
-                (outputs, measure_damage(kind, sample, bar.update)),
-            ):
-                into.update({(indices[number], key): error for (number, key), error in measured.items()})
-    return fits, outputs
-
-
-def _settle(
-    templates: Sequence[Template], by_place: Places, points: Sequence[Point], share: float, seed: int, measure: Measure
-) -> tuple[int, SNNKConfig, float]:
-    """Return the first point whose parts together meet the budget; those of the point before do not.
-
-    What parts cost together is near to what they cost alone, and more where less is converted: where the first choice
-    costs too much or too little, the next one is where it would be right in proportion, and then halfway between.
-    """
-    last = len(points) - 1
-    dear, fits, nearest = 0, last + 1, 1.0  # nothing is known to fit
-    fitting: dict[int, float] = {}
-    near, attempt = _first(points, share), 0
-    while True:
-        if fits - dear < 2:
-            if fits > last:
-                raise _unreachable(nearest, share, measure.of, "measured in the model")
-            near, times = fits, AGAIN  # what a plan rests on is measured as often as what it rules out
-        else:
-            near, times = min(max(near, dear + 1), fits - 1), 1
-        config = _config(templates, by_place, points[near], seed)
-        measured = measure.remaining(config, times)
-        if measured > share:  # one timing may be wrong, and all that follows from it
-            measured = measure.remaining(config, AGAIN)
-        nearest = min(nearest, measured)
-        if measured <= share and times == AGAIN:
-            return near, config, measured
-        if measured <= share:
-            fitting[near] = measured
-        else:
-            dear = near
-        fits = min((index for index in fitting if index > dear), default=last + 1)
-        attempt += 1
-        near = _first(points, points[near].cost * share / measured) if attempt < ATTEMPTS else (dear + fits) // 2
-
-
-def _first(points: Sequence[Point], cost: float) -> int:
-    """The first point that costs no more, or else the last."""
-    return next((index for index, point in enumerate(points) if point.cost <= cost + 1e-9), len(points) - 1)
-
-
-def _config(templates: Sequence[Template], by_place: Places, point: Point, seed: int) -> SNNKConfig:
-    layers: dict[int, list[int | None]] = {}
-    for (key, members), chosen in zip(by_place, point.chosen, strict=True):
-        if chosen >= 0:
-            layers.setdefault(members[chosen], []).append(key)
-    parts = [templates[number].of_layers(layers[number]) for number in sorted(layers)]
-    return SNNKConfig(parts=parts, seed=seed, modules_to_save=[])
+            measured = fit_all([templates[number] for number in indices], sample, bar.update)
+            fits.update({(indices[number], key): error for (number, key), error in measured.items()})
+        return fits, measure_damage(templates, sample, seed, bar.update)

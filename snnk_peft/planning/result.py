@@ -15,34 +15,15 @@ from snnk_peft.config_parts import part_name
 from snnk_peft.digests import DIGESTS, entry_faults, notes, refuse
 from snnk_peft.errors import ConfigError
 from snnk_peft.json_files import read_json
+from snnk_peft.parts import Part
+from snnk_peft.planning.budget import share_of
+from snnk_peft.planning.choices import Candidate, Choices
+from snnk_peft.planning.settle import unreachable
 from snnk_peft.saved_folder import whole_file
 from snnk_peft.stamps import stamp_entries
 
 FILE, PICTURE = "plan.json", "plan.png"
 POINTS = 200  # of the curve that are kept
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Measurements of one part in one place.
-
-    Args:
-        layer: index of the Transformer layer, or None for a part outside of the layers.
-        part: name of the part.
-        size: its size: rows, dimensions or the like.
-        saved: share of the original's cost that it saves.
-        fit_error: normalised squared error of what it replaces, on held-out tokens; None where nothing is fitted.
-        output_error: what it alone does to the model's output, see `plan`.
-        chosen: whether it is part of the plan.
-    """
-
-    layer: int | None
-    part: str
-    size: str
-    saved: float
-    fit_error: float | None
-    output_error: float
-    chosen: bool
 
 
 @dataclass(frozen=True)
@@ -54,10 +35,13 @@ class Plan:
         of: what the budget is of: "latency", "macs" or "bytes".
         budget: the share of the original's cost that may remain.
         predicted: "cost", the share that remains, the sum over the places; "speed_up", its reciprocal; "error", the sum
-            of the output errors; "measured", the cost of all chosen parts together, before calibration.
-        candidates: everything that was measured, front to back.
+            of the output errors; "measured", the cost of all chosen parts together, before calibration;
+            "measured_error", the error of the held-out answers with all of them, fitted to the sample. A plan from `at`
+            has "expected", the cost that parts together should have by what was measured, and no measured ones.
+        candidates: everything that was measured, front to back, and the sizes between that were chosen.
         curve: the predicted Pareto curve: dicts of "cost" and "error", from the original to the cheapest choice.
         settings: what the measurements depend on.
+        kinds: the parts that candidates are sizes of, as plain data.
     """
 
     config: SNNKConfig
@@ -67,6 +51,44 @@ class Plan:
     candidates: list[Candidate] = field(default_factory=list)
     curve: list[dict[str, float]] = field(default_factory=list)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    kinds: list[dict[str, Any]] = field(default_factory=list)
+
+    def at(self, budget: str | float) -> Plan:
+        """The plan for another budget, from the same measurements: nothing is run.
+
+        Parts together are expected to save as much more, or less, than each alone as those of this plan did.
+
+        Args:
+            budget: as for `plan`.
+
+        Raises:
+            ConfigError: no budget, or one that no choice meets; the plan of a version that kept no kinds.
+        """
+        share, fault = share_of(budget)
+        if fault is not None:
+            raise ConfigError(fault)
+        if not self.kinds:
+            raise ConfigError(
+                "this plan does not hold the options of its candidates; expected one that plan() made now"
+            )
+        together = 1.0
+        if "measured" in self.predicted and self.predicted["cost"] < 1:
+            together = (1 - self.predicted["measured"]) / (1 - self.predicted["cost"])
+        together = self.predicted.get("together", together)
+        choices = Choices(self.candidates, _parts(self.kinds), self.config.seed)
+        cost = 1 - (1 - share) / together
+        point = next((each for each in choices.points if each.cost <= cost + 1e-9), None)
+        if point is None:
+            raise unreachable(1 - (1 - choices.points[-1].cost) * together, share, self.of, "as measured")
+        expected = 1 - (1 - point.cost) * together
+        predicted = {"cost": point.cost, "speed_up": 1 / point.cost, "error": point.error, "expected": expected}
+        return dataclasses.replace(
+            self,
+            config=choices.config(point),
+            budget=share,
+            predicted={**predicted, "together": together},
+            candidates=choices.marked(point),
+        )
 
     @property
     def choices(self) -> list[Candidate]:
@@ -81,6 +103,7 @@ class Plan:
             "candidates": [dataclasses.asdict(candidate) for candidate in self.candidates],
             "curve": self.curve,
             "settings": dict(self.settings),
+            "kinds": self.kinds,
         }
 
     def save(self, folder: str | os.PathLike[str], *, picture: bool = True) -> None:
@@ -130,7 +153,8 @@ class Plan:
             for name, kind in kinds.items():
                 if not isinstance(entries[name], kind):
                     raise TypeError(f"{name} is {str(entries[name])[:100]!r}")
-            return cls(config=config, candidates=candidates, **{name: entries[name] for name in kinds})
+            known = {name: entries[name] for name in kinds}
+            return cls(config=config, candidates=candidates, kinds=_kinds(entries), **known)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{str(file)!r} cannot be read as a plan ({type(error).__name__}: {error}); expected a folder that "
@@ -174,8 +198,23 @@ class Plan:
                 f"{layer:>7}  {each.part:<14} {each.size:>6}  {each.saved:>6.1%}  {fit:>9}  {each.output_error:>12.5f}"
             )
         told = self.predicted
+        cost = "measured" if "measured" in told else "expected"
+        error = f", {told['measured_error']:.5f} measured with all of them" if "measured_error" in told else ""
         lines.append(
             f"{told['cost']:.1%} of the {self.of} remains as predicted ({told['speed_up']:.2f} times less), "
-            f"{told['measured']:.1%} as measured; at most {self.budget:.1%} was asked for. Error {told['error']:.5f}"
+            f"{told[cost]:.1%} as {cost}; at most {self.budget:.1%} was asked for. Error {told['error']:.5f}{error}"
         )
         return "\n".join(lines)
+
+
+def _kinds(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The kinds of a stored plan, checked; none in plans of versions that kept none."""
+    kinds = entries.get("kinds", [])
+    if not isinstance(kinds, list):
+        raise TypeError(f"kinds is {str(kinds)[:100]!r}")
+    _parts(kinds)
+    return kinds
+
+
+def _parts(kinds: list[Any]) -> list[Part]:
+    return list(SNNKConfig(parts=kinds).parts) if kinds else []

@@ -27,10 +27,10 @@ from snnk_peft import (
     get_snnk_model,
     plan,
 )
+from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.calibrating.batches import is_held_out
 from snnk_peft.calibrating.report import CalibrationReport, SlotReport
 from snnk_peft.errors import ConfigError, NumericalWarning
-from snnk_peft.planning.damage import OutputError
 from snnk_peft.solvers.reduce import ErrorMeter
 from snnk_peft.solvers.ridge import GramAccumulator
 from tests.package.test_attention_fit import PART, sentences, vivid
@@ -225,11 +225,11 @@ def test_calibrate_tells_errors_of_one_held_out_row(part):
 @pytest.mark.parametrize("labels", [1, 3])
 def test_outputs_that_are_no_number_are_no_small_error(labels):
     """The larger of zero and NaN would be zero, which is the error of the best candidate."""
-    error, logits = OutputError(bert(num_labels=labels).config), torch.randn(4, labels)
-    error.update({"logits": logits}, {"logits": torch.where(logits > 0, torch.nan, logits)}, None)
-    assert math.isnan(error.value())
+    comparison, logits = Comparison(Answers(bert(num_labels=labels))), torch.randn(4, labels)
+    comparison.update({"logits": logits}, {"logits": torch.where(logits > 0, torch.nan, logits)}, {})
+    assert math.isnan(comparison.distance())
     with pytest.raises(ConfigError, match="no token that counts"):
-        OutputError(bert().config).value()
+        Comparison(Answers(bert())).distance()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-150, 1e4])

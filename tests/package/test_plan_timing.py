@@ -19,9 +19,9 @@ from transformers import BertConfig, BertForSequenceClassification
 from snnk_peft import FFNPart, NarrowHeadsPart, Plan, plan
 from snnk_peft.cost.meter import Meter
 from snnk_peft.errors import ConfigError
-from snnk_peft.planning import costs
-from snnk_peft.planning import plan as plan_module
+from snnk_peft.planning import costs, timing
 from snnk_peft.planning.choose import Point
+from snnk_peft.planning.settle import settle
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +53,7 @@ class Clock:
         self.time, self.done, self.phase, self.meter = 0.0, 0, 0, Meter()
 
     def of(self, model: Any) -> Callable[[], float]:
-        """Takes the place of `costs.clock`."""
+        """Takes the place of `timing.clock`."""
 
         def now() -> float:
             self.time += (self.meter.flops - self.done) * 1e-9 * self.slow(model, self.phase) + next(self.stalls)
@@ -71,7 +71,7 @@ class Clock:
             return paired(*args, **kwargs)
 
         with monkeypatch.context() as patch, self.meter:
-            patch.setattr(costs, "clock", self.of)
+            patch.setattr(timing, "clock", self.of)
             patch.setattr(costs, "paired", counted)
             yield
 
@@ -90,8 +90,8 @@ def planned(tmp_path, monkeypatch) -> Callable[[Clock], Plan]:
 
 @functools.cache
 def least_error(wish: float) -> float:
-    """That of the best choice by multiply-adds, which these clocks count, if a twentieth more is to be saved."""
-    return plan(bert(), texts(), f"{1.05 * wish}x", of="macs", parts=PARTS, progress=False).predicted["error"]
+    """That of the best choice by multiply-adds, which these clocks count, if 3% more is to be saved."""
+    return plan(bert(), texts(), f"{1.03 * wish}x", of="macs", parts=PARTS, progress=False).predicted["error"]
 
 
 def stalls(seed: int, often: float) -> Iterator[float]:
@@ -130,7 +130,8 @@ def is_original(model: Any) -> bool:
 def test_a_wrong_timing_neither_gives_the_budget_away_nor_exceeds_it(planned, slow):
     found = planned(Clock(slow=slow))
     assert found.predicted["measured"] <= 1 / WISH
-    assert found.predicted["error"] <= least_error(WISH)
+    # Of which parts save more, a wrong timing of one by one tells a little less than the truth.
+    assert found.predicted["error"] <= 1.1 * least_error(WISH)
 
 
 def test_models_that_save_in_another_measure_than_their_layers_alone(planned):
@@ -148,30 +149,28 @@ class Together:
     def __init__(self, factor: float):
         self.factor, self.asked = factor, []
 
-    def remaining(self, config: Any, times: int = 1) -> float:
-        self.asked.append(config.parts[0].num_features)
-        return self.factor * (1 - self.asked[-1] / 100)
+    def remaining(self, config: int) -> float:
+        self.asked.append(config)
+        return 1 - self.factor * config / 1000
 
 
-@pytest.mark.parametrize("factor", [0.8, 1.25])
+class Thousandths:
+    """In place of `Choices`: every thousandth can be saved."""
+
+    points = tuple(Point(1 - n / 1000, float(n), (n,)) for n in range(1000))
+
+    def config(self, point: Point) -> int:
+        return point.chosen[0]
+
+
+@pytest.mark.parametrize("factor", [0.6, 0.8, 1.0, 1.25])
 def test_the_search_goes_where_the_budget_is_in_proportion(factor):
-    """Of 99 choices the right one and the one before it are found at the second look, and measured again."""
-
-    class Sized:
-        def __init__(self, size: int):
-            self.size = size
-
-        def of_layers(self, layers: Any) -> FFNPart:
-            return FFNPart(num_features=self.size, layers=layers)
-
-    templates = [Sized(size) for size in range(1, 100)]
-    points = [Point(1.0, 0.0, (-1,)), *(Point(1 - (n + 1) / 100, n + 1.0, (n,)) for n in range(99))]
+    """At the second look the budget is spent to within 3%, whatever parts save together."""
     asked = Together(factor)
-    near, config, measured = plan_module._settle(templates, [(0, list(range(99)))], points, 0.6, 0, asked)
-    right = next(size for size in range(1, 100) if factor * (1 - size / 100) <= 0.6)
-    assert (near, config.parts[0].num_features) == (right, right)
-    assert measured <= 0.6
-    assert len(set(asked.asked)) <= 4
+    point, measured = settle(Thousandths(), 0.6, asked)
+    assert 0.97 * 0.6 <= measured <= 0.6
+    assert measured == asked.remaining(point.chosen[0])
+    assert len(asked.asked) <= 3
 
 
 def test_the_round_to_warm_up_does_not_count():
@@ -179,12 +178,32 @@ def test_the_round_to_warm_up_does_not_count():
     model, passes = bert(), itertools.count()
     clock = Clock()
     with clock.meter, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(costs, "clock", clock.of)
+        patch.setattr(timing, "clock", clock.of)
         clock.slow = lambda *given: 0.5 if next(passes) < 4 else 1.0  # two readings of each of two models
-        first, second = costs.paired(model, model, texts()[0])
+        first, second = (min(each) for each in timing.paired(model, model, texts()[0], timing.Allowance(60)))
         assert first == pytest.approx(second)
         clock.slow = lambda *given: 1.0
-        assert costs.paired(model, model, texts()[0]) == pytest.approx([first, second])
+        after = [min(each) for each in timing.paired(model, model, texts()[0], timing.Allowance(60))]
+        assert after == pytest.approx([first, second])
+
+
+def test_without_a_minimum_that_was_reached_pairs_are_compared():
+    """Whatever slows the machine down slows down both of a pair; one that was stalled is none of the quiet half."""
+    before = [1.0, 1.3, 1.9, 1.1, 1.6, 2.2]
+    after = [0.5 * each for each in before]
+    after[0] = 1.7
+    assert timing.share_left(before, after) == pytest.approx(0.5)
+    assert timing.share_left([1.0, 1.0, 1.01, 3.0], [0.6, 0.6, 0.6, 0.6]) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1e9])
+def test_timings_end_in_bounded_time(limit):
+    """Once the time that they may take is spent, the least number of rounds; before, the most, if none is reached."""
+    model, draw = bert(), random.Random(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "clock", lambda model: lambda: draw.random() * 1e6)
+        rounds = [len(each) for each in timing.paired(model, model, texts()[0], timing.Allowance(limit))]
+    assert rounds == [timing.MOST if limit else timing.ROUNDS] * 2
 
 
 def test_budgets_out_of_reach_name_the_nearest_that_was_measured(planned):

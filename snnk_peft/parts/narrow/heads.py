@@ -56,7 +56,7 @@ class NarrowHeadsPart(Part):
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
         family = family_of(model)
         attention = module_at(model, f"{family.layer_paths(model)[0]}.{family.attention}", "the attention")
-        return [cls(head_dim=size) for size in shares_of(head_size(attention) or 0, (1 / 4, 1 / 2, 3 / 4))]
+        return [cls(head_dim=size) for size in shares_of(head_size(attention) or 0, (1 / 4, 5 / 8))]
 
     @classmethod
     def probes(cls) -> dict[str, Part]:

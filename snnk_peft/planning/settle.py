@@ -1,0 +1,76 @@
+"""The choice that spends the budget, measured with all of its parts together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from snnk_peft.errors import ConfigError
+from snnk_peft.planning.choices import Choices
+from snnk_peft.planning.choose import Point, apart
+from snnk_peft.planning.costs import Measure
+
+ATTEMPTS = 4  # to find the budget in proportion
+ROOM = 1.1  # seconds of parts alone do not tell those of all together to more than this
+SPENT = {"latency": 0.97, "macs": 0.995, "bytes": 0.995}  # of the budget: near enough
+STRIDE = 0.01  # of the budget between two choices: what they cost in seconds could not be told apart
+
+
+def settle(choices: Choices, share: float, measure: Measure) -> tuple[Point, float]:
+    """Return the choice whose parts together cost at most the budget, and as nearly as much as there is, and its cost.
+
+    What parts save together is near to what they save alone: where the first choice costs too much or too little, the
+    next one is where it would be right in proportion, and then halfway between.
+
+    Raises:
+        ConfigError: no choice fits.
+    """
+    points = apart(choices.points, STRIDE * share if measure.of == "latency" else 0.0)
+    last = len(points) - 1
+    dear, fits, nearest = 0, last + 1, 1.0  # nothing is known to fit
+    fitting: dict[int, float] = {}
+    spent = SPENT[measure.of] * share
+    aim = (share + spent) / 2 if measure.of == "latency" else share
+    near, attempt = first(points, aim), 0
+    while fits - dear > 1:
+        near = min(max(near, dear + 1), fits - 1)
+        measured = measure.remaining(choices.config(points[near]))
+        nearest = min(nearest, measured)
+        if measured > share:
+            dear = near
+        else:
+            fits, fitting[near] = near, measured
+            if measured >= spent:
+                break
+        attempt += 1
+        together = (1 - measured) / (1 - points[near].cost)
+        near = first(points, 1 - (1 - aim) / max(together, 0.1)) if attempt < ATTEMPTS else (dear + fits) // 2
+    if fits > last:
+        raise unreachable(nearest, share, measure.of, "measured in the model")
+    return points[fits], fitting[fits]
+
+
+def first(points: Sequence[Point], cost: float) -> int:
+    """The first point that costs no more, or else the last."""
+    return next((index for index, point in enumerate(points) if point.cost <= cost + 1e-9), len(points) - 1)
+
+
+def check_reach(most: float, share: float, of: str) -> None:
+    """ConfigError if not enough is saved by the cheapest candidates of all places, which together save `most`."""
+    if 1 - most > share * (ROOM if of == "latency" else 1):
+        raise unreachable(1 - most, share, of, "each measured alone")
+
+
+def unreachable(nearest: float, share: float, of: str, how: str) -> ConfigError:
+    """The error for a budget that cannot be met, with the nearest that can."""
+    # What is named has to be reachable when it is given back.
+    nearest = math.ceil(nearest * 1000) / 1000
+    met = math.floor(100 / nearest) / 100
+    if met > 1:
+        told = f"leaves {nearest:.3f}, so the nearest that can be met is '{met:.2f}x'. Give that"
+    else:
+        told = "saves nothing measurable. Give larger inputs"
+    return ConfigError(
+        f"budget leaves {share:.3f} of the {of} ({1 / share:.2f}x); the cheapest choice of the candidates, {how}, "
+        f"{told}, smaller candidates as parts=[...], or another unit (latency, macs, bytes)"
+    )
