@@ -1,9 +1,9 @@
 """plan: which parts, on which layers, with which sizes, for a budget.
 
-Every candidate is measured alone: what it saves, and what it does to the output of the model when everything else is
-the original. Both are then added up. That the errors of several places add up is an assumption: they are small, and
-calibration lets a later layer repair what an earlier one got wrong. That costs do is checked in the end: the chosen
-parts are measured together, and if that is more than the budget, the choice is made again for a smaller one.
+Every candidate is measured alone: what it saves, and what it does to the answers of the model when everything else is
+the original. Both are then added up, also for sizes between the measured ones. Both sums are checked in the end: the
+chosen parts are measured together, and if that is not the budget, the choice is made again for a larger or smaller one;
+and they are fitted together, to tell what they do to the answers.
 """
 
 from __future__ import annotations
@@ -52,17 +52,20 @@ def plan(
 ) -> Plan:
     """Choose parts, layers and sizes that meet a cost budget with the least error.
 
-    For each candidate in each layer, its saving is measured, and the output error on held-out batches with only this
-    layer converted and fitted: the Kullback-Leibler divergence from the original's distribution for logits, the squared
-    error relative to the variance for anything else. The choice of least total error for each cost is exact (a
-    knapsack). Its parts are then measured together; the plan is the choice of least error that meets the budget.
+    For each candidate in each layer its saving is measured, and its error on held-out batches with only this layer
+    converted and fitted: the distance of the answers from the original's, to second order, by the gradients of the
+    answers at the layer's output (see `measure_damage`). It is the Kullback-Leibler divergence for logits, 1 − cosine
+    for embeddings (pooled by the mean over the mask), the squared error relative to the variance for anything else. For
+    sizes between, both are interpolated. The choice of least total error for each cost is exact (a knapsack). Its parts
+    are then measured together; the plan is the choice of least error that meets the budget and spends 97% of it at
+    least, if there is one, fitted in the end to tell what all of its parts do together.
 
     MACs and bytes are exact, so the same arguments give the same plan. Timings vary. Each is the minimum of several
-    that alternate with the original's, and was reached three times; savings are rounded to steps of 0.5%, and choices
-    are about 2% of the budget apart, so that only a timing at the border of two of these changes a plan, to one that is
-    as near to the budget. On a busy machine give torch one thread, whose own time is then counted. What was measured is
-    remembered as long as the process lives, and with `timings` for as long as that file: the same plan then, in any
-    case.
+    that alternate with the original's; savings are rounded to steps of 0.5%, and choices are about 1% of the budget
+    apart, so that only a timing at the border of two of these changes a plan, to one that is as near to the budget. On
+    a busy machine give torch one thread, whose own time is then counted. Timings end after `timing_limit` seconds (in
+    the plan's settings) and the least number of rounds, whatever the load. What was measured is remembered as long as
+    the process lives, and with `timings` for as long as that file: the same plan then, in any case.
 
     Args:
         model: a transformers model of a known family, without adapters; it is not changed.
@@ -70,8 +73,9 @@ def plan(
         budget: "2x" for half of the original's cost, or the share of it that may remain, in (0, 1).
         of: "latency" (seconds of a forward pass, measured here and now), "macs" (its multiply-accumulate operations) or
             "bytes" (of the saved model).
-        parts: the candidates, `FFNPart(num_features=64)` for example; their `layers` say where each is tried. None:
-            FFN, heads, pooler and, for encoders and long sequences, linear attention, each at several sizes.
+        parts: the candidates, `FFNPart(num_features=64)` for example; their `layers` say where each is tried. Of parts
+            that differ in their size alone, sizes between are chosen as well. None: FFN, heads, pooler and, for
+            encoders and long sequences, linear attention.
         inputs: model inputs for which latency and MACs are counted; None for the batch of median size.
         tokens: about how many of the batches are used; more is slower and more exact.
         seed: of all draws, and of the config.
