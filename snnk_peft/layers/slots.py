@@ -160,12 +160,14 @@ class FitOptions:
         ridges: candidates for the regularisation.
         refit: whether the held-out rows are fitted as well in the end.
         steps: of gradient descent after a closed form, where a fitter takes any.
+        search: steps at most of a search that has no closed form, for the directions that narrower heads keep.
     """
 
     landmarks: str
     ridges: Sequence[float]
     refit: bool
     steps: int = 0
+    search: int = 100
 
 
 @dataclass(frozen=True)

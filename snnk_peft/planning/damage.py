@@ -29,7 +29,7 @@ from snnk_peft.tuner.slot_layer import SlotLayer
 
 HELD_OUT = 0.3
 IMAGE_TOKENS = 196  # of an image of the usual size
-OPTIONS = FitOptions(landmarks="greedy", ridges=(1e-5, 1e-4, 1e-3, 1e-2), refit=False)
+OPTIONS = FitOptions(landmarks="greedy", ridges=(1e-5, 1e-4, 1e-3, 1e-2), refit=False, search=20)
 Errors = dict[tuple[int, "int | None"], float]  # by number of the template and layer
 
 
@@ -97,7 +97,8 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
     """Fit every slot of templates that can be fitted.
 
     Returns:
-        The normalised error on the held-out part: by number of the template and layer, where there is one.
+        The normalised error on the held-out part: by number of the template and layer, where there is one; of several
+        modules, the mean.
     """
     places = [
         (number, key, path, layer)
@@ -108,7 +109,7 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
     ]
     at = {path: templates[0].root.get_submodule(path) for _, _, path, _ in places}
     calls = listen(templates[0].root, at, sample)
-    errors: Errors = {}
+    errors: dict[tuple[int, int | None], list[float]] = {}
     for path in at:
         here = [(number, key, layer) for number, key, where, layer in places if where == path]
         for number, key, _ in here:
@@ -119,12 +120,13 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
         if fitted is None:
             fitted = [fitter.fit(_KeptCalls(fitter, calls[path])).error_after for fitter in fitters]
         torch.clear_autocast_cache()  # the caller's autocast would judge copies of what was there before
-        errors |= {(number, key): error for (number, key, _), error in zip(here, fitted, strict=True)}
+        for (number, key, _), error in zip(here, fitted, strict=True):
+            errors.setdefault((number, key), []).append(error)
         tick(len(here))
         calls[path] = []  # the inputs of a layer are not needed any more
         for template in templates:
             template.activate(None, nothing=True)
-    return errors
+    return {name: sum(each) / len(each) for name, each in errors.items()}
 
 
 def _fitted(template: Template, key: int | None, layer: SlotLayer) -> bool:

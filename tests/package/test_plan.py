@@ -208,7 +208,8 @@ def test_errors_of_a_layer_are_those_of_a_model_with_this_layer_converted(planne
     report = calibrate(patched, texts(), held_out=0.3, ridges=OPTIONS.ridges, refit=False, progress=False)
     size = str(getattr(part, "num_features", None) or part.head_dim)
     own = next(c for c in found.candidates if c.layer == 0 and c.size == size and c.part != "pooler")
-    assert own.fit_error == pytest.approx(report.slots[0].error_after, rel=1e-5)
+    # Directions of heads are searched for in fewer steps.
+    assert own.fit_error == pytest.approx(report.slots[0].error_after, rel=1e-5 if isinstance(part, FFNPart) else 0.01)
     held_out = [batch for index, batch in enumerate(texts()) if index in (1, 4, 8)]
     target, other = (torch.cat([m(**batch).logits for batch in held_out]).log_softmax(-1) for m in (model, patched))
     divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
@@ -333,7 +334,7 @@ def test_seconds_are_measured_once(tmp_path, monkeypatch):
         ("vit", {}, {"ffn", "narrow_heads"}),
         ("bert", {"num_labels": 1}, {"ffn", "narrow_heads"}),
         ("distilbert", {}, {"ffn", "narrow_heads"}),
-        ("modernbert", {}, {"narrow_ffn"}),
+        ("modernbert", {}, {"narrow_ffn", "low_rank"}),
     ],
 )
 def test_other_models(family, changes, expected):

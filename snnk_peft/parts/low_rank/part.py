@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import family_of
 from snnk_peft.families.base import as_linear, plain_modules
 from snnk_peft.functional.at_hand import at_hand
 from snnk_peft.functional.nonlinearity import NONLINEARITIES
@@ -88,6 +89,14 @@ class LowRankPart(Part):
     ranks: dict[str, int] | None = option(None, "filled in when a model is patched by energy: the ranks.")
 
     size_fields: ClassVar[tuple[str, ...]] = ("rank", "rank_scale")
+
+    @classmethod
+    def candidates(cls, model: nn.Module, length: int) -> list[Part]:
+        """Propose ranks for attention whose heads cannot be made narrower, as `NarrowHeadsPart` does it for less."""
+        family = family_of(model)
+        if family.key is not None and family.attention_out is not None:
+            return []
+        return [cls(targets="attention", kind="linear", rank_scale=scale) for scale in (1 / 8, 1 / 3)]
 
     def faults(self, part: str) -> list[str]:
         faults = super().faults(part) + layers_faults(f"{part}.layers", self.layers)
