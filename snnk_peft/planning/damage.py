@@ -1,14 +1,10 @@
-"""Errors of candidates: of the fit of each to its module, and of the answers of the model, all else original.
-
-Candidates are fitted side by side on the inputs of the original's modules; the model runs once for all of them.
-`calibrate` fits what was chosen again, after the layers that were converted before.
-"""
+"""What candidates do to the answers: each alone, predicted from gradients, and all that are chosen, measured."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,136 +12,14 @@ import torch
 from torch import nn
 
 from snnk_peft.calibrating.answers import Answers, Comparison, Rows
-from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
-from snnk_peft.calibrating.calibrate import calibrate, fitter_of, slot_to_fit
+from snnk_peft.calibrating.calibrate import calibrate
 from snnk_peft.config import SNNKConfig
-from snnk_peft.errors import ConfigError
-from snnk_peft.layers.slots import Call, FitOptions, Fitter
 from snnk_peft.planning.candidates import Template, replayed, shared_copy
+from snnk_peft.planning.fits import Errors
+from snnk_peft.planning.sample import HELD_OUT, Sample
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.solvers.reduce import relative_error
 from snnk_peft.tuner.get_model import get_snnk_model
-from snnk_peft.tuner.slot_layer import SlotLayer
-
-HELD_OUT = 0.3
-IMAGE_TOKENS = 196  # of an image of the usual size
-OPTIONS = FitOptions(landmarks="greedy", ridges=(1e-5, 1e-4, 1e-3, 1e-2), refit=False, search=20)
-Errors = dict[tuple[int, "int | None"], float]  # by number of the template and layer
-
-
-class Sample:
-    """Batches spread evenly over all, of about `tokens` tokens; some of them are held out.
-
-    Raises:
-        ConfigError: fewer than three batches, or ones that `calibrate` would refuse.
-
-    Attributes:
-        batches: (is it held out?, model inputs).
-        middle: the batch of median size of all.
-        padding: tokens that stand where a mask leaves them out.
-    """
-
-    def __init__(self, model: nn.Module, batches: Batches, tokens: int):
-        survey = Survey(model, batches, HELD_OUT)
-        if survey.faults:
-            raise ConfigError(survey.faults)
-        total = survey.total
-        if total < 3:
-            raise ConfigError(
-                f"batches holds {total}; expected three at least, of which one is held out, and better a few dozen, "
-                "such as a list of tokenized sentences of the kind that the model will see"
-            )
-        sizes = [tokens_of(batch) for _, batch in survey]
-        wanted = min(total, max(3, round(tokens * total / max(1, sum(sizes)))))
-        chosen = {round((step + 0.5) * total / wanted - 0.5) for step in range(wanted)}
-        middle = sorted(range(total), key=lambda index: (sizes[index], index))[total // 2]
-        kept = {index: batch for index, batch in survey if index in chosen or index == middle}
-        self.padding = survey.padding
-        self.middle = kept[middle]
-        self.batches = [(is_held_out(number, HELD_OUT), kept[index]) for number, index in enumerate(sorted(chosen))]
-
-    def inputs(self, model: nn.Module, held_out: bool) -> Iterable[dict[str, Any]]:
-        return (model_inputs(model, batch) for out, batch in self.batches if out == held_out)
-
-
-Calls = dict[str, list[tuple[bool, list[Call]]]]
-
-
-def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -> Calls:
-    """Record the arguments of modules, batch by batch."""
-    calls_at: Calls = {path: [] for path in modules}
-    caught: dict[str, list[tuple[Any, Any]]] = {path: [] for path in modules}
-
-    def note(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        caught[path].append((args, kwargs))
-
-    with contextlib.ExitStack() as hooks:
-        for path, module in modules.items():
-            hooks.enter_context(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
-        for held_out, batch in sample.batches:
-            inputs = model_inputs(model, batch)
-            with torch.no_grad():
-                model(**inputs)
-            for path, calls in caught.items():
-                calls_at[path].append((held_out, [Call(*call, inputs.get("attention_mask")) for call in calls]))
-                calls.clear()
-    return calls_at
-
-
-@torch.no_grad()
-def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
-    """Fit every slot of templates that can be fitted.
-
-    Returns:
-        The normalised error on the held-out part: by number of the template and layer, where there is one; of several
-        modules, the mean.
-    """
-    places = [
-        (number, key, path, layer)
-        for number, template in enumerate(templates)
-        for key, group in template.groups.items()
-        for path, layer in group.items()
-        if _fitted(template, key, layer)
-    ]
-    at = {path: templates[0].root.get_submodule(path) for _, _, path, _ in places}
-    calls = listen(templates[0].root, at, sample)
-    errors: dict[tuple[int, int | None], list[float]] = {}
-    for path in at:
-        here = [(number, key, layer) for number, key, where, layer in places if where == path]
-        for number, key, _ in here:
-            templates[number].activate(key)
-        fitters = [fitter_of(templates[number].root, layer, OPTIONS) for number, _, layer in here]
-        first, *others = fitters
-        fitted = first.fit_sizes(others, _KeptCalls(first, calls[path])) if others else None
-        if fitted is None:
-            fitted = [fitter.fit(_KeptCalls(fitter, calls[path])).error_after for fitter in fitters]
-        torch.clear_autocast_cache()  # the caller's autocast would judge copies of what was there before
-        for (number, key, _), error in zip(here, fitted, strict=True):
-            errors.setdefault((number, key), []).append(error)
-        tick(len(here))
-        calls[path] = []  # the inputs of a layer are not needed any more
-        for template in templates:
-            template.activate(None, nothing=True)
-    return {name: sum(each) / len(each) for name, each in errors.items()}
-
-
-def _fitted(template: Template, key: int | None, layer: SlotLayer) -> bool:
-    template.activate(key)
-    fits = slot_to_fit(layer) is not None
-    template.activate(None, nothing=True)
-    return fits
-
-
-class _KeptCalls:
-    """Kept calls in the form that a fitter reads, as often as it likes."""
-
-    def __init__(self, fitter: Fitter, calls: Any):
-        self.fitter, self.kept = fitter, calls
-
-    def __iter__(self) -> Any:
-        for held_out, calls in self.kept:
-            rows = self.fitter.rows
-            yield held_out, calls if self.fitter.calls else torch.cat([rows(c.args[0], c.mask) for c in calls])
 
 
 def measure_damage(templates: Sequence[Template], sample: Sample, seed: int, tick: Callable[[], Any]) -> Errors:

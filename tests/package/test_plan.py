@@ -30,7 +30,7 @@ from snnk_peft import (
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.planning.choose import STEPS, Offer, apart, pareto
-from snnk_peft.planning.damage import OPTIONS
+from snnk_peft.planning.fits import OPTIONS
 from snnk_peft.planning.sizes import Measured, between, grid, rising
 from tests.fresh_process import run_python
 from tests.tiny_models import inputs_for, tiny

@@ -1,0 +1,103 @@
+"""Fits of candidates, each to its module, side by side on the inputs of the original's modules.
+
+The model runs once for all of them. `calibrate` fits what was chosen again, behind the layers that were converted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.calibrating.batches import model_inputs
+from snnk_peft.calibrating.calibrate import fitter_of, slot_to_fit
+from snnk_peft.layers.slots import Call, FitOptions, Fitter
+from snnk_peft.planning.candidates import Template
+from snnk_peft.planning.sample import Sample
+from snnk_peft.tuner.slot_layer import SlotLayer
+
+OPTIONS = FitOptions(landmarks="greedy", ridges=(1e-5, 1e-4, 1e-3, 1e-2), refit=False, search=20)
+Errors = dict[tuple[int, "int | None"], float]  # by number of the template and layer
+
+Calls = dict[str, list[tuple[bool, list[Call]]]]
+
+
+def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -> Calls:
+    """Record the arguments of modules, batch by batch."""
+    calls_at: Calls = {path: [] for path in modules}
+    caught: dict[str, list[tuple[Any, Any]]] = {path: [] for path in modules}
+
+    def note(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        caught[path].append((args, kwargs))
+
+    with contextlib.ExitStack() as hooks:
+        for path, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
+        for held_out, batch in sample.batches:
+            inputs = model_inputs(model, batch)
+            with torch.no_grad():
+                model(**inputs)
+            for path, calls in caught.items():
+                calls_at[path].append((held_out, [Call(*call, inputs.get("attention_mask")) for call in calls]))
+                calls.clear()
+    return calls_at
+
+
+@torch.no_grad()
+def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
+    """Fit every slot of templates that can be fitted.
+
+    Returns:
+        The normalised error on the held-out part: by number of the template and layer, where there is one; of several
+        modules, the mean.
+    """
+    places = [
+        (number, key, path, layer)
+        for number, template in enumerate(templates)
+        for key, group in template.groups.items()
+        for path, layer in group.items()
+        if _fitted(template, key, layer)
+    ]
+    at = {path: templates[0].root.get_submodule(path) for _, _, path, _ in places}
+    calls = listen(templates[0].root, at, sample)
+    errors: dict[tuple[int, int | None], list[float]] = {}
+    for path in at:
+        here = [(number, key, layer) for number, key, where, layer in places if where == path]
+        for number, key, _ in here:
+            templates[number].activate(key)
+        fitters = [fitter_of(templates[number].root, layer, OPTIONS) for number, _, layer in here]
+        first, *others = fitters
+        fitted = first.fit_sizes(others, _KeptCalls(first, calls[path])) if others else None
+        if fitted is None:
+            fitted = [fitter.fit(_KeptCalls(fitter, calls[path])).error_after for fitter in fitters]
+        torch.clear_autocast_cache()  # the caller's autocast would judge copies of what was there before
+        for (number, key, _), error in zip(here, fitted, strict=True):
+            errors.setdefault((number, key), []).append(error)
+        tick(len(here))
+        calls[path] = []  # the inputs of a layer are not needed any more
+        for template in templates:
+            template.activate(None, nothing=True)
+    return {name: sum(each) / len(each) for name, each in errors.items()}
+
+
+def _fitted(template: Template, key: int | None, layer: SlotLayer) -> bool:
+    template.activate(key)
+    fits = slot_to_fit(layer) is not None
+    template.activate(None, nothing=True)
+    return fits
+
+
+class _KeptCalls:
+    """Kept calls in the form that a fitter reads, as often as it likes."""
+
+    def __init__(self, fitter: Fitter, calls: Any):
+        self.fitter, self.kept = fitter, calls
+
+    def __iter__(self) -> Any:
+        for held_out, calls in self.kept:
+            rows = self.fitter.rows
+            yield held_out, calls if self.fitter.calls else torch.cat([rows(c.args[0], c.mask) for c in calls])

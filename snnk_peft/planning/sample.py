@@ -1,0 +1,61 @@
+"""The part of the batches that a plan looks at, some of it held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
+from snnk_peft.errors import ConfigError
+
+HELD_OUT = 0.3
+IMAGE_TOKENS = 196  # of an image of the usual size
+
+
+def tokens_of(batch: Mapping[str, Any]) -> int:
+    """Count the real tokens of a batch; for images approximately."""
+    mask = batch.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
+        return int((mask != 0).sum())
+    main = next((value for value in batch.values() if isinstance(value, torch.Tensor)), None)
+    if main is None:
+        return 0
+    return main.numel() if main.ndim == 2 else IMAGE_TOKENS * len(main)
+
+
+class Sample:
+    """Batches spread evenly over all, of about `tokens` tokens; some of them are held out.
+
+    Raises:
+        ConfigError: fewer than three batches, or ones that `calibrate` would refuse.
+
+    Attributes:
+        batches: (is it held out?, model inputs).
+        middle: the batch of median size of all.
+        padding: tokens that stand where a mask leaves them out.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches, tokens: int):
+        survey = Survey(model, batches, HELD_OUT)
+        if survey.faults:
+            raise ConfigError(survey.faults)
+        total = survey.total
+        if total < 3:
+            raise ConfigError(
+                f"batches holds {total}; expected three at least, of which one is held out, and better a few dozen, "
+                "such as a list of tokenized sentences of the kind that the model will see"
+            )
+        sizes = [tokens_of(batch) for _, batch in survey]
+        wanted = min(total, max(3, round(tokens * total / max(1, sum(sizes)))))
+        chosen = {round((step + 0.5) * total / wanted - 0.5) for step in range(wanted)}
+        middle = sorted(range(total), key=lambda index: (sizes[index], index))[total // 2]
+        kept = {index: batch for index, batch in survey if index in chosen or index == middle}
+        self.padding = survey.padding
+        self.middle = kept[middle]
+        self.batches = [(is_held_out(number, HELD_OUT), kept[index]) for number, index in enumerate(sorted(chosen))]
+
+    def inputs(self, model: nn.Module, held_out: bool) -> Iterable[dict[str, Any]]:
+        return (model_inputs(model, batch) for out, batch in self.batches if out == held_out)
