@@ -15,6 +15,7 @@ from torch import nn
 
 from snnk_peft.calibrating.batches import model_inputs
 from snnk_peft.calibrating.calibrate import fitter_of, slot_to_fit
+from snnk_peft.calibrating.guards import refuse_overflow
 from snnk_peft.layers.slots import Call, FitOptions, Fitter
 from snnk_peft.planning.candidates import Template
 from snnk_peft.planning.sample import Sample
@@ -27,7 +28,7 @@ Calls = dict[str, list[tuple[bool, list[Call]]]]
 
 
 def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -> Calls:
-    """Record the arguments of modules, batch by batch."""
+    """Record the arguments of modules, batch by batch; ValueError if the model's outputs hold NaN or infinity."""
     calls_at: Calls = {path: [] for path in modules}
     caught: dict[str, list[tuple[Any, Any]]] = {path: [] for path in modules}
 
@@ -37,14 +38,21 @@ def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -
     with contextlib.ExitStack() as hooks:
         for path, module in modules.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(note, path), with_kwargs=True))
-        for held_out, batch in sample.batches:
+        for number, (held_out, batch) in enumerate(sample.batches):
             inputs = model_inputs(model, batch)
             with torch.no_grad():
-                model(**inputs)
+                outputs = model(**inputs)
+            if not torch.isfinite(_main(outputs)).all():
+                refuse_overflow(model, inputs, f"batch {number} of those that were chosen")
             for path, calls in caught.items():
                 calls_at[path].append((held_out, [Call(*call, inputs.get("attention_mask")) for call in calls]))
                 calls.clear()
     return calls_at
+
+
+def _main(outputs: Any) -> torch.Tensor:
+    """The first of a model's outputs that holds real numbers."""
+    return next(value for value in outputs.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
 @torch.no_grad()

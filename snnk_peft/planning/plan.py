@@ -17,8 +17,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from snnk_peft.arguments import in_words, path_of
-from snnk_peft.calibrating.batches import IMAGE_TOKENS, Batches, checked_one, model_inputs
-from snnk_peft.calibrating.guards import named_padding, refuse_not_finite, refuse_overflow
+from snnk_peft.calibrating.batches import Batches, checked_one, model_inputs
+from snnk_peft.calibrating.guards import named_padding, refuse_not_finite
 from snnk_peft.config_parts import part_name
 from snnk_peft.errors import ConfigError
 from snnk_peft.families import family_of
@@ -47,7 +47,7 @@ def plan(
     of: str = "latency",
     parts: Sequence[Part] | None = None,
     inputs: Mapping[str, Any] | None = None,
-    tokens: int = 6144,
+    tokens: int = 4096,
     seed: int = 0,
     timings: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -113,8 +113,6 @@ def plan(
     family_of(model)
     sample = Sample(model, batches, tokens)
     with named_padding(model, sample.padding):
-        for number, (_, batch) in enumerate(sample.batches):
-            refuse_overflow(model, model_inputs(model, batch), f"batch {number} of those that were chosen")
         given = model_inputs(model, sample.middle if inputs is None else checked_one(model, inputs, "inputs"))
         return _planned(model, sample, given, share, of, parts, seed, timings, tokens, progress)
 

@@ -11,7 +11,7 @@ from torch import nn
 from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
 from snnk_peft.errors import ConfigError
 
-HELD_OUT = 0.3
+HELD_OUT = 0.4
 IMAGE_TOKENS = 196  # of an image of the usual size
 
 

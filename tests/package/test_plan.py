@@ -31,6 +31,7 @@ from snnk_peft import (
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.planning.choose import STEPS, Offer, apart, pareto
 from snnk_peft.planning.fits import OPTIONS
+from snnk_peft.planning.sample import HELD_OUT
 from snnk_peft.planning.sizes import Measured, between, grid, rising
 from tests.fresh_process import run_python
 from tests.tiny_models import inputs_for, tiny
@@ -177,8 +178,8 @@ def test_the_error_of_all_parts_together_is_measured(planned):
     """By `calibrate` on the same batches; what was predicted is of its size."""
     model, found = planned
     patched = get_snnk_model(copy.deepcopy(model), found.config)
-    calibrate(patched, texts(), held_out=0.3, refit=False, progress=False)
-    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 4, 8)]
+    calibrate(patched, texts(), held_out=HELD_OUT, refit=False, progress=False)
+    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)]
     target, other = (torch.cat([m(**batch).logits for batch in held_out]).log_softmax(-1) for m in (model, patched))
     divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
     assert found.predicted["measured_error"] == pytest.approx(divergence.item(), rel=1e-3)
@@ -205,12 +206,12 @@ def test_errors_of_a_layer_are_those_of_a_model_with_this_layer_converted(planne
     part = copy.copy(part)
     part.layers = [0]
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[part], modules_to_save=[]))
-    report = calibrate(patched, texts(), held_out=0.3, ridges=OPTIONS.ridges, refit=False, progress=False)
+    report = calibrate(patched, texts(), held_out=HELD_OUT, ridges=OPTIONS.ridges, refit=False, progress=False)
     size = str(getattr(part, "num_features", None) or part.head_dim)
     own = next(c for c in found.candidates if c.layer == 0 and c.size == size and c.part != "pooler")
     # Directions of heads are searched for in fewer steps.
     assert own.fit_error == pytest.approx(report.slots[0].error_after, rel=1e-5 if isinstance(part, FFNPart) else 0.01)
-    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 4, 8)]
+    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)]
     target, other = (torch.cat([m(**batch).logits for batch in held_out]).log_softmax(-1) for m in (model, patched))
     divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
     assert divergence.item() / 2 < own.output_error < 2 * divergence.item()
@@ -223,9 +224,9 @@ def test_the_predicted_divergence_is_the_fisher_information_along_the_change():
     for layer in (0, 1):
         part = FFNPart(num_features=60, layers=[layer])
         patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[part], modules_to_save=[]))
-        calibrate(patched, texts(), held_out=0.3, refit=False, progress=False)
+        calibrate(patched, texts(), held_out=HELD_OUT, refit=False, progress=False)
         target, other = (
-            torch.cat([m(**batch).logits.double() for index, batch in enumerate(texts()) if index in (1, 4, 8)])
+            torch.cat([m(**batch).logits.double() for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)])
             for m in (model, patched)
         )
         p, moved = target.softmax(-1), other - target
@@ -362,8 +363,8 @@ def test_a_causal_model_is_judged_by_all_its_words():
     only = copy.deepcopy(found.config.parts[0])
     only.layers = [1]
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[only], modules_to_save=[]))
-    calibrate(patched, texts(), held_out=0.3, refit=False, progress=False)
-    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 4, 8)]
+    calibrate(patched, texts(), held_out=HELD_OUT, refit=False, progress=False)
+    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)]
     target, other = (
         torch.cat([m(**batch).logits[batch["attention_mask"].bool()] for batch in held_out]).log_softmax(-1)
         for m in (model, patched)
@@ -399,4 +400,4 @@ def test_within_autocast_candidates_are_judged_as_they_were_fitted(planned):
         found = plan(bert(), texts(), WISH, of="macs", parts=PARTS, progress=False)
     errors = {(c.part, c.size, c.layer): c.output_error for c in planned[1].candidates}
     for each in found.candidates:
-        assert each.output_error == pytest.approx(errors[each.part, each.size, each.layer], rel=0.3, abs=1e-4)
+        assert each.output_error == pytest.approx(errors[each.part, each.size, each.layer], rel=0.5, abs=1e-4)
