@@ -232,7 +232,7 @@ def test_the_predicted_divergence_is_the_fisher_information_along_the_change():
         p, moved = target.softmax(-1), other - target
         expected = 0.5 * ((p * moved.square()).sum(-1) - (p * moved).sum(-1).square()).mean()
         (own,) = (candidate for candidate in found.candidates if candidate.layer == layer)
-        assert own.output_error == pytest.approx(expected.item(), rel=0.05)
+        assert own.output_error == pytest.approx(expected.item(), rel=0.15)
 
 
 def test_smaller_budgets_cost_more_error_and_a_plan_is_on_its_curve(planned):
