@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from snnk_peft.arguments import numbers_faults
 from snnk_peft.calibrating.adapters import adapters_with_rows, calibrate_adapters
+from snnk_peft.calibrating.answers import Answers, Pooling
 from snnk_peft.calibrating.attention import fit_attention, learned_kernels, loss_of
 from snnk_peft.calibrating.batches import Batches, Survey, model_inputs
 from snnk_peft.calibrating.guards import all_or_nothing, common_faults, evaluating, named_padding, refuse_not_finite
@@ -61,6 +62,7 @@ def calibrate(
     refit: bool = True,
     steps: int = 0,
     metric: str = "output",
+    pooling: Pooling = "mean",
     progress: bool = True,
 ) -> CalibrationReport | AdapterReport:
     """Fit the replaced FFN blocks, pooler, attention, heads and low-rank layers of a patched model to the originals.
@@ -98,6 +100,8 @@ def calibrate(
             pooled embedding), of which one pass takes gradients, without labels; targets then make good as well what
             layers in front got wrong, as far as held-out tokens say that this helps. "local": by the output of the
             replaced module alone, whose answers to what it is given are the target; no gradients are needed.
+        pooling: of an encoder without a head, how token states become the vector that is its answer: their "mean" over
+            the mask, the "first" or the "last" token's, or a function of states and inputs.
         progress: show a progress bar with an estimate.
 
     Returns:
@@ -146,6 +150,7 @@ def calibrate(
         faults.append(f"metric is {metric!r}; expected one of {', '.join(METRICS)}")
     faults += numbers_faults("ridges", ridges, low=0)
     options = FitOptions(landmarks, ridges, refit, steps)
+    answers = Answers(model, pooling) if metric == "output" else None
     if not slots:
         faults.append(
             "the model has no active part that can be calibrated: "
@@ -165,7 +170,7 @@ def calibrate(
         raise ConfigError(faults)
     refuse_not_finite(model)
     with all_or_nothing(model), named_padding(model, survey.padding):
-        reports, remarks = _fit_all(model, slots, survey, held_out, options, metric == "output", progress)
+        reports, remarks = _fit_all(model, slots, survey, held_out, options, answers, progress)
         settings = {
             "landmarks": landmarks,
             "held_out": held_out,
@@ -192,7 +197,7 @@ def _fit_all(
     survey: Survey,
     held_out: float,
     options: FitOptions,
-    by_output: bool,
+    answers: Answers | None,
     progress: bool,
 ) -> tuple[list[SlotReport], list[str]]:
     with evaluating(model):
@@ -209,7 +214,7 @@ def _fit_all(
                 f"{', '.join(kinds)} (of {', '.join(alone)}) reads one process's share of the data only, and there are "
                 f"{processes()}; expected a Fitter with reduces = True. Calibrate in one process and load the result"
             )
-        judged = {name: fitter.counted for name, fitter in fitters.items() if by_output and fitter.counted is not None}
+        judged = {name: each.counted for name, each in fitters.items() if answers and each.counted is not None}
         passes = sum(fitter.reads for fitter in fitters.values()) + bool(judged)
         quiet = not progress or process() > 0
         root = root_of(model)
@@ -218,10 +223,10 @@ def _fit_all(
             tqdm(total=passes * survey.total, desc="calibrate", unit="batch", disable=quiet) as bar,
         ):
             sensed = {}
-            if judged:
+            if answers and judged:
                 with originals(standing):
                     places = {path: root.get_submodule(path) for path in judged.values()}
-                    sensed = sensitivities(model, places, survey, 0, bar.update)
+                    sensed = sensitivities(model, places, survey, answers, bar.update)
             reports = []
             names = list(reached)
             for number, (name, runs) in enumerate(order.items()):

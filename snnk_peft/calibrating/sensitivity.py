@@ -85,7 +85,7 @@ class Sensitivity:
 
 
 def sensitivities(
-    model: Any, paths: Mapping[str, nn.Module], survey: Survey, seed: int, tick: Callable[[], Any]
+    model: Any, paths: Mapping[str, nn.Module], survey: Survey, answers: Answers, tick: Callable[[], Any]
 ) -> dict[str, Sensitivity]:
     """Measure the modules at `paths` in the model as it is, on about `TOKENS` tokens spread over all batches.
 
@@ -94,7 +94,7 @@ def sensitivities(
         ValueError: a gradient is NaN or infinite.
     """
     found = {path: Sensitivity() for path in paths}
-    answers, widths = Answers(model), dict.fromkeys(paths, 0)
+    widths = dict.fromkeys(paths, 0)
     share = TOKENS / max(1.0, summed_number(survey.tokens))
     for index, batch in survey:
         number = global_index(index)
@@ -103,7 +103,7 @@ def sensitivities(
         if number * GOLDEN % 1 >= share:
             continue
         inputs = model_inputs(model, batch)
-        gradients = _gradients(model, paths, inputs, answers, site_generator(seed, f"answers.{number}"))
+        gradients = _gradients(model, paths, inputs, answers, site_generator(0, f"answers.{number}"))
         for path, runs in gradients.items():
             rows = torch.cat([real_tokens(each, inputs.get("attention_mask")) for each in runs])
             if not torch.isfinite(rows).all():

@@ -13,7 +13,8 @@ from torch import nn
 from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.calibrating.batches import model_inputs
 from snnk_peft.converting.timing import side_by_side
-from snnk_peft.planning.costs import clock, stored_bytes
+from snnk_peft.planning.costs import stored_bytes
+from snnk_peft.planning.timing import clock
 
 
 @torch.no_grad()

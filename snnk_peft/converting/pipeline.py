@@ -103,7 +103,7 @@ class Pipeline:
         full = shared_copy(self.original).float() if dtype in HALF else self.original
         with self.stages("calibrate"):
             patched = get_snnk_model(shared_copy(full), config)
-            calibration = calibrate(patched, fitted, progress=self.progress)
+            calibration = calibrate(patched, fitted, pooling=self.answers.pooling, progress=self.progress)
             small = bundle(patched.to(dtype))
         recovery = None
         if self.recover or self.steps:

@@ -17,7 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from snnk_peft.arguments import in_words, path_of
-from snnk_peft.calibrating.batches import Batches, checked_one, model_inputs
+from snnk_peft.calibrating.batches import IMAGE_TOKENS, Batches, checked_one, model_inputs
 from snnk_peft.calibrating.guards import named_padding, refuse_not_finite
 from snnk_peft.config_parts import part_name
 from snnk_peft.errors import ConfigError
@@ -31,7 +31,7 @@ from snnk_peft.planning.costs import OF, Measure
 from snnk_peft.planning.damage import joint_error, measure_damage
 from snnk_peft.planning.fits import Errors, fit_all
 from snnk_peft.planning.result import POINTS, Plan
-from snnk_peft.planning.sample import IMAGE_TOKENS, Sample
+from snnk_peft.planning.sample import Sample
 from snnk_peft.planning.settle import check_reach, settle
 from snnk_peft.planning.sizes import kind_of
 from snnk_peft.planning.timing import LIMIT

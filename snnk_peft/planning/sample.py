@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 
-from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs
+from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs, tokens_of
 from snnk_peft.errors import ConfigError
 
 HELD_OUT = 0.4
-IMAGE_TOKENS = 196  # of an image of the usual size
-
-
-def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Count the real tokens of a batch; for images approximately."""
-    mask = batch.get("attention_mask")
-    if isinstance(mask, torch.Tensor) and mask.ndim == 2:
-        return int((mask != 0).sum())
-    main = next((value for value in batch.values() if isinstance(value, torch.Tensor)), None)
-    if main is None:
-        return 0
-    return main.numel() if main.ndim == 2 else IMAGE_TOKENS * len(main)
 
 
 class Sample:

@@ -54,7 +54,7 @@ def test_moments_of_gradients_are_those_of_each_example_by_itself():
     model, data = bert(), batches(3)
     path = "bert.encoder.layer.1.output.dense"
     module = model.get_submodule(path)
-    found = sensitivities(model, {path: module}, Survey(model, data, 0.3), 0, lambda: None)[path]
+    found = sensitivities(model, {path: module}, Survey(model, data, 0.3), Answers(model), lambda: None)[path]
     expected, squares = torch.zeros(24, 24, dtype=F64), []
     for batch in data:
         own = []
@@ -201,6 +201,20 @@ def test_answers_are_nearer_than_by_local_errors(name):
             calibrate(patched, batches(20), metric=metric, progress=False)
             found[metric] += divergence(model, patched, batches(6, seed=2))
     assert found["output"] < found["local"]
+
+
+def test_embeddings_by_the_vector_that_is_pooled():
+    """[CLS] alone is kept where it is what the vector is made of."""
+    model, found = bert().bert, {}
+    for pooling in ("first", "mean"):
+        patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(ffn=FFNPart(num_features=6), modules_to_save=[]))
+        calibrate(patched, batches(20), pooling=pooling, progress=False)
+        comparison = Comparison(Answers(model, "first"))
+        with torch.no_grad():
+            for batch in batches(6, seed=2):
+                comparison.update(model(**batch), patched(**batch), batch)
+        found[pooling] = comparison.distance()
+    assert found["first"] < found["mean"]
 
 
 def test_half_precision_gains_as_well():

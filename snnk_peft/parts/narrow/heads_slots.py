@@ -218,7 +218,11 @@ class HeadsFitter(Fitter):
 
     def _keep(self, moments: SecondMoments) -> tuple[torch.Tensor, torch.Tensor]:
         """The directions kept of each head, (heads, r, d), and as one matrix (heads·r, heads·d)."""
-        kept = narrow_values(*outputs.normal_equations(), self.slot.heads, self.slot.size, steps=self.options.search)
+        width, out = len(self.sources[2].weight), len(self.sources[3].weight)
+        gram, cross = moments.scatter[:width, :width], moments.scatter[width : width + out, :width]
+        if self.metric is not None:
+            cross = self.metric.to(cross) @ (cross + moments.scatter[width + out :, :width])
+        kept = narrow_values(gram, cross, self.slot.heads, self.slot.size, steps=self.options.search)
         return kept, torch.block_diag(*kept)
 
     def _products(self, data: Tokens) -> tuple[torch.Tensor, torch.Tensor, ErrorMeter]:
