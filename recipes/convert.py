@@ -28,9 +28,9 @@ from snnk_cli.convert_settings import ConvertConfig
 def main(argv: list[str] | None = None) -> int:
     """Convert as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130, 143 stopped)."""
     request = read_command_line("convert.py", ConvertConfig, __doc__, argv)
-    from snnk_cli import converting, launch  # with torch, for which `--help` need not wait
+    from snnk_cli import converting  # with torch, for which `--help` need not wait
 
-    return launch.train(converting.Converting, request)
+    return converting.convert(request)
 
 
 if __name__ == "__main__":

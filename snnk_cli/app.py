@@ -134,7 +134,7 @@ def plan(
     _done(work, as_json, lambda: _read(target / "plan.json"))
 
 
-@app.command(epilog=_listed(ConvertConfig), short_help="Make a classifier smaller and faster.")
+@app.command(epilog=_listed(ConvertConfig), short_help="Make a model smaller and faster.")
 def convert(
     model: Model,
     settings: Settings = None,
@@ -148,21 +148,21 @@ def convert(
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Make a fine-tuned classifier smaller and faster without labels: plan, calibrate, bundle, compare.
+    """Make a fine-tuned model smaller and faster without labels: plan, calibrate, bundle, recover, compare.
 
-    The output folder receives bundle/, a plain transformers model with tokenizer and card, metrics.json, and what was
-    planned and fitted, as JSON and as pictures.
+    With --texts alone any model of texts will do, encoders for embeddings among them; a table or images have labels,
+    which only score. The output folder receives bundle/, a plain transformers model with tokenizer and card,
+    metrics.json, and what was planned and fitted, as JSON and as pictures.
     """
     target = output or _named(model, "-snnk")
     given = [*_conversion(model, texts, table, images, budget, target, config, settings or []), *(settings or [])]
     again = shlex.join(["snnk", *sys.argv[1:], *([] if resume else ["--resume"])])
 
     def work() -> int:
-        from snnk_cli.converting import Converting
-        from snnk_cli.launch import train
+        from snnk_cli import converting
 
-        code = train(
-            Converting, Request(again, resume, None, overwrite, None if config is None else str(config), given)
+        code = converting.convert(
+            Request(again, resume, None, overwrite, None if config is None else str(config), given)
         )
         if code == 0:
             bundle = shlex.quote(str(target / "bundle"))
@@ -298,7 +298,10 @@ def _conversion(
         raise typer.BadParameter(
             "no examples to calibrate with; expected --texts FILE, --table FILE or --images FOLDER"
         )
-    says = config is not None or any(one.startswith("convert.") for one in settings)
+    decided = tuple(
+        f"convert.{name}" for name in ("budget", "quality", "ffn", "attention", "pooler", "low_rank", "parts")
+    )
+    says = config is not None or any(one.startswith(decided) for one in settings)
     share: Any = budget or (None if says else "2x")
     return [
         *_value("model.name_or_path", model),

@@ -1,10 +1,9 @@
-"""Converting a classifier: plan or settings, `calibrate`, and the record of both that lets a run be continued."""
+"""The stages of a conversion by the settings, and the record that lets the training behind it be continued."""
 
 from __future__ import annotations
 
 import copy
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,10 @@ from snnk_cli.convert_settings import ConvertConfig
 from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data
 from snnk_cli.files import read_json, write_json, writing
-from snnk_peft import CalibrationReport, Plan, SNNKConfig, calibrate, get_snnk_model, plan
+from snnk_peft import CalibrationReport, Plan, SNNKConfig, get_snnk_model
+from snnk_peft.calibrating.answers import Answers
+from snnk_peft.converting.examples import Examples
+from snnk_peft.converting.pipeline import Pipeline
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.texts import batches_by_length, drawn
 
@@ -53,48 +55,48 @@ class Conversion:
         write_json(folder / RECORD, {"parts": described, **found})
 
 
-def converted(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator: Any) -> Conversion:
-    """Patch a copy of the teacher, as planned or as the settings say, and fit it; its share of the data per process."""
-    settings, seed, world = config.convert, config.train.seed, accelerator.num_processes
-    shares = _shares(data, config, world)
-    started = time.perf_counter()
-    found = None
-    if settings.budget is not None:
-        accelerator.print(f"planning: what each layer saves and costs, on {sum(map(len, shares)):,} examples")
-        found = planned(teacher, data, config, accelerator)
-    decided = settings.snnk_config(seed) if found is None else found.config
-    model = get_snnk_model(copy.deepcopy(teacher), decided)
-    mine = [data.train.batch(indices, accelerator.device) for indices in shares[accelerator.process_index :: world]]
-    fit: dict[str, Any] = {"landmarks": settings.landmarks, "held_out": settings.held_out, "steps": settings.steps}
-    accelerator.print(f"fitting what was replaced, on {sum(map(len, shares)):,} examples")
-    report: Any = calibrate(model, mine, progress=sys.stderr.isatty(), **fit)
-    return Conversion(model, report, found, sum(map(len, shares)), time.perf_counter() - started)
+def pipeline_of(config: ConvertConfig, original: Any, examples: Examples, pooling: str = "mean") -> Pipeline:
+    """The stages of a conversion, as the settings say."""
+    settings = config.convert
+    parts = list(settings.snnk_config(config.train.seed).named_parts().values()) if settings.given else None
+    return Pipeline(
+        original=original,
+        examples=examples,
+        answers=Answers(original, pooling),
+        of=settings.of,
+        parts=parts,
+        recover=settings.recover,
+        steps=None,
+        seed=config.train.seed,
+        progress=sys.stderr.isatty(),
+        fit={"landmarks": settings.landmarks, "held_out": settings.held_out, "steps": settings.steps},
+    )
 
 
-def planned(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator: Any) -> Plan:
-    """The plan for convert.budget, among the parts of the settings if there are any.
+def of_task(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator: Any) -> Pipeline:
+    """The stages for a task's examples: this process's share of those that calibrate.
 
     Raises:
-        ConfigError: no budget, or several processes, of which each would measure seconds of its own.
+        ConfigError: a budget and several processes, of which each would measure seconds of its own.
     """
-    settings, seed, world = config.convert, config.train.seed, accelerator.num_processes
-    if settings.budget is None:
-        raise ConfigError("convert.budget is missing: '2x', or the share of the cost that may remain")
-    if world > 1:
+    settings, world = config.convert, accelerator.num_processes
+    if settings.budget is not None and world > 1:
         raise ConfigError(
             f"convert.budget is {settings.budget} and there are {world} processes; expected one to plan. Convert "
             "in one process, and give the parts of its plan.json as convert.parts to several"
         )
-    return plan(
-        teacher,
-        [data.train.batch(indices, accelerator.device) for indices in _shares(data, config, world)],
-        settings.budget,
-        of=settings.of,
-        parts=list(settings.snnk_config(seed).named_parts().values()) if settings.given else None,
-        inputs=timed_inputs(data, config, accelerator.device),
-        seed=seed,
-        progress=sys.stderr.isatty(),
-    )
+    shares = _shares(data, config, world)[accelerator.process_index :: world]
+    batches = [data.train.batch(indices, accelerator.device) for indices in shares]
+    made = pipeline_of(config, teacher, Examples(batches, [], "batches"))
+    made.planning = {"inputs": timed_inputs(data, config, accelerator.device)}
+    return made
+
+
+def converted(pipeline: Pipeline, config: ConvertConfig) -> Conversion:
+    """Patch a copy of the teacher, as planned or as the settings say, and fit it."""
+    fitted = pipeline.fitted(config.convert.budget)
+    examples = pipeline.examples.sizes["fitted"]
+    return Conversion(fitted.model, fitted.calibration, fitted.plan, examples, sum(pipeline.stages.seconds.values()))
 
 
 def _shares(data: Data, config: ConvertConfig, world: int) -> list[list[int]]:

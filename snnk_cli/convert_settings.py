@@ -33,8 +33,8 @@ class ConvertData(DataSection):
     texts: str | None = option(
         None,
         "texts without labels, instead of the task's training examples: a .txt file with one text per line, or a table "
-        "(.csv, .tsv, .jsonl, .parquet) with the column data.text, of pairs also data.text_pair; without a task, "
-        "data.hold_out of them are held back to compare predictions on",
+        "(.csv, .tsv, .jsonl, .parquet) with the column data.text, of pairs also data.text_pair; without a task, 15% "
+        "are held out to compare both models on",
     )
     splits: list[str] | None = option(None, "splits of the task that are scored; null takes its validation splits")
 
@@ -49,6 +49,13 @@ class ConversionSection:
         "any; null converts these parts as they are",
     )
     of: str = option("latency", "what the budget is of", choices=("latency", "macs", "bytes"))
+    quality: float | None = option(
+        None,
+        "without a task, instead of a budget: the share of the answers to keep (of embeddings the cosine), as small as "
+        "it may be for that",
+        above=0,
+        high=0.9999,
+    )
     ffn: dict[str, Any] | None = option(None, "fields of snnk_peft.FFNPart")
     attention: dict[str, Any] | None = option(None, "fields of snnk_peft.AttentionPart")
     pooler: dict[str, Any] | None = option(None, "fields of snnk_peft.PoolerPart")
@@ -56,11 +63,17 @@ class ConversionSection:
     parts: list[dict[str, Any]] | None = option(
         None, "further parts, of which there may be several of one kind: each names its 'part' beside its fields"
     )
-    samples: int = option(2500, "examples that calibration reads, drawn with train.seed", low=8)
-    batch_size: int = option(64, "examples per forward pass of the calibration, of similar length", low=1)
+    samples: int = option(2500, "examples that are read, drawn with train.seed", low=8)
+    batch_size: int = option(32, "examples per forward pass, of similar length", low=1)
     landmarks: str = option("greedy", "how landmarks are chosen", choices=("greedy", "importance"))
     held_out: float = option(0.2, "share of the batches that chooses the regularisation", above=0, high=0.9)
     steps: int = option(0, "of gradient descent per layer behind the closed form, where a part takes them", low=0)
+    recover: float = option(
+        20.0, "seconds of steps of the whole model towards the original's answers and states; 0 for none", low=0
+    )
+    int8: bool = option(
+        False, "without a task, also write an ONNX file with int8 Linears, and compare it with the original's own"
+    )
 
     @property
     def given(self) -> list[str]:
@@ -75,7 +88,9 @@ class ConversionSection:
 
     def check(self) -> list[str]:
         """The faults of the parts; without any, `plan` takes its own candidates."""
-        if self.budget is not None and not self.given:
+        if self.quality is not None and self.budget is not None:
+            return [f"convert.budget is {self.budget} and convert.quality {self.quality}; expected one of them"]
+        if (self.budget is not None or self.quality is not None) and not self.given:
             return []
         try:
             self.snnk_config()
@@ -140,7 +155,18 @@ class ConvertConfig:
                 faults.append("task and data.texts are missing: expected one of them, to calibrate with")
             if self.data.splits is not None:
                 faults.append(f"data.splits is {self.data.splits}, but there is no task; leave it out, or give one")
+            if self.train.epochs:
+                faults.append(
+                    f"train.epochs is {self.train.epochs}, but there is no task; texts alone bring the model nearer to "
+                    "the original by convert.recover=SECONDS"
+                )
         else:
+            alone = {"quality": self.convert.quality, "int8": self.convert.int8}
+            faults += [
+                f"convert.{name} is {value}, and task {self.task}; expected data.texts alone for that"
+                for name, value in alone.items()
+                if value
+            ]
             # The columns of a file of texts are named by the same settings as those of a table.
             named = self.data.texts is not None and self.task != "table"
             data = replace(self.data, text=None, text_pair=None) if named else self.data

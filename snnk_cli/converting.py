@@ -11,24 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
 
-from snnk_cli.conversion import RECORD, Conversion, converted, restored, timed_inputs
+from snnk_cli.config import Request, load_config
+from snnk_cli.conversion import RECORD, Conversion, converted, of_task, restored, timed_inputs
 from snnk_cli.convert_settings import ConvertConfig
+from snnk_cli.converting_texts import convert_texts
 from snnk_cli.data import ExampleSet
 from snnk_cli.evaluation import Alone, evaluation_splits, predict, repeat_notes
 from snnk_cli.experiment import Data, Experiment, Finished, Schedule, learning_rate
-from snnk_cli.files import read_json, write_folder
+from snnk_cli.files import guarded, read_json, write_folder
+from snnk_cli.hub import push
+from snnk_cli.launch import perform
 from snnk_cli.modality import modality_of
 from snnk_cli.models import train_in_use
 from snnk_cli.tables import grid
 from snnk_cli.task_settings import tasks
-from snnk_cli.teacher import Distilled, agreement, load_teacher, stored_dtype, teacher_task
-from snnk_cli.texts import held_back, read_texts
+from snnk_cli.teacher import Distilled, load_teacher, stored_dtype
+from snnk_cli.texts import read_texts
 from snnk_cli.timing import forward_seconds, ratio
 from snnk_peft import bundle
-from snnk_peft.errors import ConfigError
+from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.model_card import write_model_card
 from snnk_peft.tasks.texts import drawn
 
@@ -41,11 +43,8 @@ class Converting(Experiment[ConvertConfig]):
     settings, program, records = ConvertConfig, "convert.py", ("conversion.json",)
 
     def __init__(self, config: ConvertConfig):
-        if config.task is None:
-            self.task = teacher_task(config.model.name_or_path)
-        else:
-            self.task = tasks()[config.task].with_settings(vars(config.data))
-            config = replace(config, data=replace(config.data, **self.task.inferred))
+        self.task = tasks()[str(config.task)].with_settings(vars(config.data))
+        config = replace(config, data=replace(config.data, **self.task.inferred))
         super().__init__(config)
         self.conversion: Conversion | None = None
 
@@ -72,38 +71,18 @@ class Converting(Experiment[ConvertConfig]):
         if not config.train.epochs:
             limit = min(config.convert.samples, limit or config.convert.samples)
         texts = None if config.data.texts is None else read_texts(config.data)
-        if config.task is None:
-            train, held = held_back(texts, config.data.hold_out or 0.1, seed)
-            splits = {"held back": held.select(range(min(len(held), config.data.max_eval_samples or len(held))))}
-        else:
-            wanted = tuple(config.data.splits or task.validation_splits)
-            # Of two validation sets one may be absent; only without `splits` does the task allow that.
-            names = None if config.data.splits is None and len(wanted) > 1 else ["train", *wanted]
-            rows = task.load(config.data.dir, splits=names, max_samples={"train": limit}, seed=seed)
-            splits = evaluation_splits(task, rows, config.data.max_eval_samples, wanted)
-            train = rows["train"] if texts is None else texts
+        wanted = tuple(config.data.splits or task.validation_splits)
+        # Of two validation sets one may be absent; only without `splits` does the task allow that.
+        names = None if config.data.splits is None and len(wanted) > 1 else ["train", *wanted]
+        rows = task.load(config.data.dir, splits=names, max_samples={"train": limit}, seed=seed)
+        splits = evaluation_splits(task, rows, config.data.max_eval_samples, wanted)
+        train = rows["train"] if texts is None else texts
         if texts is not None:
-            train = train.select(_drawn(len(train), limit, seed))
+            train = train.select(drawn(len(train), len(train) if limit is None else limit, seed))
         for note in repeat_notes(task, train, splits, labelled=texts is None):
             accelerator.print(f"note: {note}")
         made = [modality.examples(part, self.reader, config.data, task) for part in (train, *splits.values())]
-        examples = dict(zip(splits, made[1:], strict=True))
-        if config.task is None:
-            self._label(examples, accelerator)
-        return Data(made[0], examples)
-
-    def _label(self, splits: Mapping[str, ExampleSet], accelerator: Any) -> None:
-        """The labels of texts without any are what the original predicts."""
-        for part in splits.values():
-            size, world = self.config.train.eval_batch_size, accelerator.num_processes
-            shares = [batch[rank::world] for batch in part.by_length(size * world) for rank in range(world)]
-            order = [index for share in shares for index in share]  # in which `predict` returns the examples
-            found = predict(self.teacher, part, size, accelerator)
-            assert found is not None
-            logits = found[0]
-            labels = logits[:, 0] if logits.shape[-1] == 1 else logits.argmax(-1)
-            part.labels = labels.new_empty(len(order))
-            part.labels[order] = labels
+        return Data(made[0], dict(zip(splits, made[1:], strict=True)))
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """The patched model, fitted unless a checkpoint will fill it."""
@@ -111,7 +90,10 @@ class Converting(Experiment[ConvertConfig]):
         if resumed:
             patched = restored(self.teacher, Path(config.output.dir), config.train.seed)
         else:
-            self.conversion = converted(self.teacher, data, config, accelerator)
+            accelerator.print("what each layer saves and costs is measured, and what is replaced is fitted")
+            # A copy: what is trained shares its tensors with what is patched.
+            pipeline = of_task(copy.deepcopy(self.teacher), data, config, accelerator)
+            self.conversion = converted(pipeline, config)
             patched = self.conversion.model
             if self.conversion.plan is not None:
                 accelerator.print(self.conversion.plan)
@@ -143,17 +125,17 @@ class Converting(Experiment[ConvertConfig]):
         if self.conversion is not None and accelerator.is_main_process:
             self.conversion.save(Path(self.config.output.dir))
             self.conversion = None
-        found = super().score(model, splits, accelerator, stopped)
-        if found is None or self.config.task is not None:
-            return found
-        name = "correlation" if self.task.num_labels == 1 else "agreement"  # the labels are the original's predictions
-        return {name: found["score"], "score": found["score"]}
+        return super().score(model, splits, accelerator, stopped)
 
     def report(self, done: Finished) -> dict[str, Any]:
         """bundle/, and original and conversion side by side: scores, agreement, speed, size."""
         config, task = self.config, self.task
         student: Any = done.model.student
-        small = bundle(student.to(stored_dtype(config.model.name_or_path))).eval()
+        stored = stored_dtype(config.model.name_or_path)
+        small = bundle(student.to(stored))
+        pipeline = of_task(self.teacher, done.data, config, Alone(done.device))
+        recovery = pipeline.recovered(small.float())
+        small.to(stored)
         # What is stored is measured, in full precision, as the original is.
         measured = copy.deepcopy(small).float()
         models, rows, alone = {"original": self.teacher, "converted": measured}, {}, Alone(done.device)
@@ -165,9 +147,9 @@ class Converting(Experiment[ConvertConfig]):
             }
             logits[name] = {split: values[0] for split, values in found.items()}
             scores = task.summarize({split: task.compute(*values) for split, values in found.items()})
-            shown = {key: value for key, value in scores.items() if config.task and key.rpartition("/")[2] != "score"}
+            shown = {key: value for key, value in scores.items() if key.rpartition("/")[2] != "score"}
             rows[name] = {"parameters": _numbers(model), **shown}
-        near = {split: agreement(logits["original"][split], logits["converted"][split]) for split in done.data.splits}
+        near = {split: _near(self.teacher, *(logits[name][split] for name in models)) for split in done.data.splits}
         inputs = timed_inputs(done.data, config, done.device)
         seconds = forward_seconds(models, inputs, config.timing.repetitions)
         for name, values in seconds.items():
@@ -180,7 +162,10 @@ class Converting(Experiment[ConvertConfig]):
             "agreement": {"mean": task.summarize(near), "splits": near},
             "speed_up": ratio(seconds["original"], seconds["converted"]),
             "timed": " x ".join(str(size) for size in next(iter(inputs.values())).shape),
-            "conversion_seconds": record["seconds"] + done.state.train_seconds,
+            "conversion_seconds": record["seconds"]
+            + done.state.train_seconds
+            + (recovery.seconds if recovery else 0.0),
+            "recovery": None if recovery is None else dataclasses.asdict(recovery),
             "calibration": record["calibration"],
             "device": str(done.device),
         }
@@ -191,7 +176,6 @@ class Converting(Experiment[ConvertConfig]):
         """bundle/ with tokenizer or image processor and card."""
 
         config, task = self.config, self.task
-        labelled = config.task is not None
         made = {
             "original": figures["models"]["original"],
             "converted": figures["models"]["converted"],
@@ -210,11 +194,11 @@ class Converting(Experiment[ConvertConfig]):
                 target,
                 report=small.bundle_report,
                 base_model=config.model.name_or_path,
-                metrics=scores if labelled else figures["agreement"]["mean"],
+                metrics=scores,
                 training=made,
                 title=f"{Path(config.model.name_or_path).name}, converted to SNNK layers without labels",
-                dataset=task.hub_path if labelled else None,
-                data=task.source if labelled else None,
+                dataset=task.hub_path,
+                data=task.source,
                 examples=done.data.sizes,
             )
 
@@ -247,33 +231,26 @@ class Converting(Experiment[ConvertConfig]):
         return "\n".join(lines)
 
 
-def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
-    return drawn(count, count if limit is None else limit, seed)
+def convert(request: Request) -> int:
+    """Convert as a command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130, 143 stopped)."""
+
+    def work() -> int:
+        config = load_config(ConvertConfig, request.file, request.overrides)
+        if config.task is None:
+            convert_texts(config, request.resume, request.overwrite)
+            return 0
+        return perform(lambda: Converting(config), request)
+
+    return guarded(work)
+
+
+def _near(teacher: Any, original: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
+    """Figures of one model's logits beside another's, both (examples, outputs)."""
+    comparison = Comparison(Answers(teacher))
+    comparison.update({"logits": original}, {"logits": other}, {})
+    return comparison.figures()
 
 
 def _numbers(model: torch.nn.Module) -> int:
     """Parameters and floating-point buffers: the rows of a bundle are buffers."""
     return sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
-
-
-def push(folder: Path, repository: str, private: bool) -> str:
-    """Upload the files of `folder`, in one commit; returns the address.
-
-    Args:
-        folder: a model with its card.
-        repository: "owner/model"; made if it is not there.
-        private: whether a new one is.
-
-    Raises:
-        ConfigError: the Hub refused it or cannot be reached; the folder is as it was.
-    """
-    api = HfApi()
-    try:
-        name = api.create_repo(repository, private=private, exist_ok=True).repo_id
-        return str(api.upload_folder(repo_id=name, folder_path=folder, commit_message="Converted with snnk_peft"))
-    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"{folder} is complete, but was not uploaded to {repository} ({reason}); look at output.push_to_hub or log "
-            f"in (hf auth login), then: hf upload {repository} {folder}"
-        ) from error

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from snnk_cli.config import dump_yaml, load_config
-from snnk_cli.conversion import planned
+from snnk_cli.conversion import of_task
 from snnk_cli.convert_settings import ConvertConfig
 from snnk_cli.converting import Converting
+from snnk_cli.converting_texts import stages_of
 from snnk_cli.files import check_writable, guarded, write_text, writing
 from snnk_cli.lock import alone
 from snnk_cli.processes import make_accelerator
@@ -36,9 +37,15 @@ def _plan_into(target: Path, config: ConvertConfig, overwrite: bool) -> None:
     with alone(target):
         if (target / "plan.json").exists() and not overwrite:
             raise ConfigError(f"{target} holds a plan; replace it with --overwrite, or choose another --output")
-        experiment, accelerator = Converting(config), make_accelerator(config.train)
-        data = experiment.data(accelerator)
-        found = planned(experiment.teacher, data, experiment.config, accelerator)
+        if config.convert.budget is None:
+            raise ConfigError("convert.budget is missing: '2x', or the share of the cost that may remain")
+        if config.task is None:
+            pipeline = stages_of(config)[1]
+        else:
+            experiment, accelerator = Converting(config), make_accelerator(config.train)
+            data = experiment.data(accelerator)
+            pipeline = of_task(experiment.teacher, data, experiment.config, accelerator)
+        found = pipeline.planned(config.convert.budget)
         parts = found.to_dict()["config"]["parts"]
         rest = replace(config.convert, budget=None, ffn=None, attention=None, pooler=None, low_rank=None, parts=parts)
         with writing(target):

@@ -1,8 +1,7 @@
-"""The fine-tuned classifier that is converted: loaded, compared with its conversion, and learned from."""
+"""The fine-tuned classifier that is converted: loaded, and learned from."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,23 +13,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from snnk_cli.convert_settings import UptrainSection
 from snnk_cli.modality import modality_of
 from snnk_cli.models import nowhere, resolve_model
-from snnk_cli.task_settings import tasks
 from snnk_peft.errors import ConfigError
-
-
-def teacher_task(name_or_path: str) -> Any:
-    """The task "predict what this model predicts": a table of texts whose labels will be the model's own.
-
-    Raises:
-        ConfigError: there is no such model.
-    """
-    config = _config(name_or_path)
-    settings: dict[str, Any] = {"kind": "regression"}
-    if config.num_labels > 1:
-        names = [str(config.id2label[index]) for index in range(config.num_labels)]
-        settings = {"kind": "classification", "labels": names}
-    task: Any = tasks()["table"].with_settings(settings)
-    return replace(task, metrics=task.metrics[:1])  # accuracy, or the correlation
 
 
 def load_teacher(name_or_path: str, task: Any) -> tuple[PreTrainedModel, Any]:
@@ -50,7 +33,7 @@ def load_teacher(name_or_path: str, task: Any) -> tuple[PreTrainedModel, Any]:
     if fresh := sorted(report["missing_keys"]):
         raise ConfigError(
             f"model.name_or_path is {name_or_path}: no fine-tuned classifier, it has no {', '.join(fresh[:4])}; "
-            "fine-tune it first. For embeddings, convert an encoder in Python, by plan, calibrate and bundle"
+            "fine-tune it first. An encoder for embeddings needs no task: give data.texts alone"
         )
     return model.eval(), modality.reader(folder, task)
 
@@ -58,21 +41,6 @@ def load_teacher(name_or_path: str, task: Any) -> tuple[PreTrainedModel, Any]:
 def stored_dtype(name_or_path: str) -> torch.dtype:
     """The floating type of a model's files; float32 where its config does not say."""
     return _config(name_or_path).dtype or torch.float32
-
-
-def agreement(original: torch.Tensor, converted: torch.Tensor) -> dict[str, float]:
-    """How near one model's logits are to another's, both (examples, outputs).
-
-    Classes: `agreement`, the share of examples with the same class, and `divergence`, the mean of
-    Σ p log(p / q) in nats. One output, a number: `correlation` (Pearson) and `difference`, the root of the mean square.
-    """
-    if original.shape[-1] == 1:
-        first, second = original.double().flatten(), converted.double().flatten()
-        correlation = torch.corrcoef(torch.stack((first, second)))[0, 1].item()
-        return {"correlation": correlation, "difference": (first - second).square().mean().sqrt().item()}
-    same = (original.argmax(-1) == converted.argmax(-1)).double().mean().item()
-    log_p, log_q = original.double().log_softmax(-1), converted.double().log_softmax(-1)
-    return {"agreement": same, "divergence": (log_p.exp() * (log_p - log_q)).sum(-1).mean().item()}
 
 
 def _config(name_or_path: str) -> Any:

@@ -5,24 +5,24 @@ The given model is not touched: all happens to copies, which share its tensors a
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from snnk_peft.arguments import folder_of, number_faults, takes_declared
 from snnk_peft.calibrating.answers import POOLINGS, Answers
-from snnk_peft.converting.compared import compared, seconds, size
+from snnk_peft.converting.door import Opened
 from snnk_peft.converting.examples import examples_of
-from snnk_peft.converting.int8 import FILE, bytes_of, exported, runner
+from snnk_peft.converting.int8 import FILE
 from snnk_peft.converting.opened import check_reader, opened
-from snnk_peft.converting.pipeline import Pipeline, Result
+from snnk_peft.converting.pipeline import Pipeline
 from snnk_peft.converting.quality import smallest
-from snnk_peft.converting.report import ConversionReport, warnings_of
+from snnk_peft.converting.report import ConversionReport
+from snnk_peft.converting.reporting import report_of
 from snnk_peft.errors import ConfigError
 from snnk_peft.exporting.program import FORMATS, missing_packages
 from snnk_peft.model_card import write_model_card
@@ -146,7 +146,14 @@ def convert(
         >>> 0 <= done.report.figures["agreement"] <= 1
         True
     """
-    settings = {"budget": budget, "of": of, "quality": quality, "recover": recover, "steps": steps, "seed": seed}
+    settings: dict[str, Any] = {
+        "budget": budget,
+        "of": of,
+        "quality": quality,
+        "recover": recover,
+        "steps": steps,
+        "seed": seed,
+    }
     faults = _faults(parts=parts, samples=samples, max_length=max_length, pooling=pooling, **settings)
     if faults := faults + check_reader(tokenizer):
         raise ConfigError(faults)
@@ -157,44 +164,28 @@ def convert(
     refuse_patched(door.model)
     of_transformers(door.model, "it cannot be converted")
     with as_usual(door.model):
-        original = shared_copy(door.model)
-        examples = examples_of(data, door._replace(model=original), text, samples, max_length, seed)
-        answers = Answers(original, door.pooling)
+        door = door._replace(model=shared_copy(door.model))
+        examples = examples_of(data, door, text, samples, max_length, seed)
+        answers = Answers(door.model, door.pooling)
         chosen = None if parts is None else list(parts)
-        pipeline = Pipeline(original, examples, answers, of, chosen, recover, steps, seed, progress)
-        result = pipeline.run(budget) if quality is None else smallest(quality, pipeline.run)
-        files = tempfile.TemporaryDirectory(prefix="snnk-convert-") if int8 else None
-        with pipeline.stages("compare"):
-            report = _report(pipeline, result, None if files is None else Path(files.name), settings)
+        pipeline = Pipeline(door.model, examples, answers, of, chosen, recover, steps, seed, progress)
+        return converted(door, pipeline, budget, quality, int8, settings)
+
+
+def converted(
+    door: Opened,
+    pipeline: Pipeline,
+    budget: str | float | None,
+    quality: float | None,
+    int8: bool,
+    settings: Mapping[str, Any],
+) -> Converted:
+    """What `convert` does once model and data are read; arguments as there, `settings` for the report."""
+    result = pipeline.run(budget) if quality is None else smallest(quality, pipeline.run)
+    files = tempfile.TemporaryDirectory(prefix="snnk-convert-") if int8 else None
+    with pipeline.stages("compare"):
+        report = report_of(pipeline, result, None if files is None else Path(files.name), settings)
     return Converted(door.close(result.model), report, door.reader, files)
-
-
-def _report(pipeline: Pipeline, result: Result, folder: Path | None, settings: dict[str, Any]) -> ConversionReport:
-    original, held_out = pipeline.original, pipeline.examples.held_out
-    batch = max(held_out, key=lambda each: next(iter(each.values())).numel())
-    runs: dict[str, Callable[..., Any]] = {"original": original, "converted": result.model}
-    rows: dict[str, dict[str, float]] = {name: dict(size(model)) for name, model in runs.items()}  # type: ignore[arg-type]
-    rows["converted"] |= result.figures
-    if folder is not None:
-        for name, model in list(runs.items()):
-            file = exported(model, folder / name, pipeline.examples.fitted)
-            runs[f"{name}, int8"] = run = runner(file)
-            figures = compared(original, run, held_out, pipeline.answers)[0]
-            rows[f"{name}, int8"] = {"parameters": rows[name]["parameters"], "bytes": bytes_of(file), **figures}
-    for name, took in seconds(runs, original, batch).items():
-        rows[name]["milliseconds"] = 1000 * took
-    return ConversionReport(
-        models=rows,
-        examples=pipeline.examples.sizes,
-        timed=" x ".join(map(str, next(iter(batch.values())).shape)),
-        layers=result.layers,
-        seconds=pipeline.stages.seconds,
-        recovery={} if result.recovery is None else dataclasses.asdict(result.recovery),
-        plan=result.plan,
-        calibration=result.calibration,
-        warnings=warnings_of(result.figures, result.layers),
-        settings=settings,
-    )
 
 
 def _faults(

@@ -56,7 +56,14 @@ def _count(batches: Batches) -> int:
 
 
 def examples_of(
-    data: Any, door: Opened, text: str | Sequence[str] | None, samples: int | None, max_length: int | None, seed: int
+    data: Any,
+    door: Opened,
+    text: str | Sequence[str] | None,
+    samples: int | None,
+    max_length: int | None,
+    seed: int,
+    size: int = SIZE,
+    asked_by: str = "data",
 ) -> Examples:
     """Read the data.
 
@@ -67,46 +74,48 @@ def examples_of(
         samples: examples at most, drawn by `seed`.
         max_length: tokens per text.
         seed: of the draw.
+        size: examples per batch at most.
+        asked_by: the argument or setting that gave the data, for messages.
 
     Raises:
         ConfigError: data of another kind, too few of them, nothing that reads them.
     """
-    found = _content(data, [text] if isinstance(text, str) else list(text or ["text"]))
+    found = _content(data, [text] if isinstance(text, str) else list(text or ["text"]), asked_by)
     if found is None:
         return _of_batches(data, door.model)
     kind, items = found
     if door.reader is None:
-        raise ConfigError(f"data are {kind}; {door.missing}")
+        raise ConfigError(f"{asked_by}: {kind}; {door.missing}")
     if (kind == "images") != (door.model.main_input_name == "pixel_values"):
         raise ConfigError(
-            f"data are {kind}; {type(door.model).__name__} reads {door.model.main_input_name}: expected "
+            f"{asked_by}: {kind}; {type(door.model).__name__} reads {door.model.main_input_name}: expected "
             f"{'texts' if kind == 'images' else 'images'}"
         )
     chosen = drawn(len(items), samples or (IMAGES if kind == "images" else TEXTS), seed)
     if len(chosen) < 4:
-        raise ConfigError(f"data hold {len(chosen)} {kind}; expected four at least, and better a few hundred")
+        raise ConfigError(f"{asked_by} holds {len(chosen)} {kind}; expected four at least, and better a few hundred")
     held = min(MOST_HELD_OUT, max(1, round(HELD_OUT * len(chosen))))
     parts = chosen[held:], chosen[:held]
     if kind == "images":
-        made = [_of_images(items, door, part) for part in parts]
+        made = [_of_images(items, door, part, size) for part in parts]
     else:
         tokens = _tokens([items[index] for index in chosen], door, max_length)
         places = range(held, len(chosen)), range(held)
         made = [
-            [tokens.batch(batch) for batch in batches_by_length(tokens.lengths, part, _size(len(part)))]
+            [tokens.batch(batch) for batch in batches_by_length(tokens.lengths, part, _size(len(part), size))]
             for part in places
         ]
     return Examples(made[0], made[1], kind)
 
 
-def _size(count: int) -> int:
-    return min(SIZE, max(1, count // LEAST))
+def _size(count: int, size: int) -> int:
+    return min(size, max(1, count // LEAST))
 
 
-def _content(data: Any, names: list[str]) -> tuple[str, Any] | None:
+def _content(data: Any, names: list[str], asked_by: str) -> tuple[str, Any] | None:
     """("texts", texts or pairs), ("images", images), or None for batches."""
     if isinstance(data, (str, os.PathLike)):
-        return _of_path(Path(data).expanduser(), names)
+        return _of_path(Path(data).expanduser(), names, asked_by)
     if hasattr(data, "column_names") or (hasattr(data, "columns") and hasattr(data, "iloc")):
         return _of_table(data, names)
     if isinstance(data, Sequence) and len(data):
@@ -153,7 +162,7 @@ def _checked_texts(texts: Sequence[Any]) -> list[Any]:
     return [tuple(each) for each in texts] if pairs else list(texts)
 
 
-def _of_path(path: Path, names: list[str]) -> tuple[str, Any]:
+def _of_path(path: Path, names: list[str], asked_by: str) -> tuple[str, Any]:
     if path.is_dir() and not any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
         files = sorted(
             file.relative_to(path).as_posix()
@@ -161,11 +170,13 @@ def _of_path(path: Path, names: list[str]) -> tuple[str, Any]:
             if file.suffix.lower().removeprefix(".") in SUFFIXES and not file.name.startswith(".")
         )
         if not files:
-            raise ConfigError(f"data is {path}, a folder without images (*.{', *.'.join(SUFFIXES)}); {EXPECTED}")
+            raise ConfigError(f"{asked_by} is {path}, a folder without images (*.{', *.'.join(SUFFIXES)}); {EXPECTED}")
         return "images", _Opening(FilePictures(path, files))
     if not path.exists() and not path.suffix:
-        raise ConfigError(f"data is {str(path)[:80]!r}, and there is no such file; {EXPECTED}. A text alone is [text]")
-    return "texts", _rows(read_texts(path, names), names)
+        raise ConfigError(
+            f"{asked_by} is {str(path)[:80]!r}, and there is no such file; {EXPECTED}. A text alone is [text]"
+        )
+    return "texts", _rows(read_texts(path, names, asked_by), names)
 
 
 def _rows(columns: Mapping[str, Sequence[Any]], names: list[str]) -> list[Any]:
@@ -214,9 +225,9 @@ def _tokens(texts: Sequence[Any], door: Opened, max_length: int | None) -> Token
     return Tokens({name: encoded[name] for name in reader.model_input_names if name in encoded}, reader)
 
 
-def _of_images(images: Sequence[Any], door: Opened, chosen: Sequence[int]) -> Batches:
+def _of_images(images: Sequence[Any], door: Opened, chosen: Sequence[int], most: int) -> Batches:
     channels = getattr(door.model.config, "num_channels", 3)
-    size = _size(len(chosen))
+    size = _size(len(chosen), most)
     batches = []
     for start in range(0, len(chosen), size):
         pictures = [converted(images[index], channels) for index in chosen[start : start + size]]
@@ -236,7 +247,7 @@ def _of_batches(data: Any, model: PreTrainedModel) -> Examples:
         batches = [dict(batch) for batch in checked(model, data)]
     if len(batches) < 4:
         raise ConfigError(
-            f"data hold {len(batches)} batches; expected four at least, one of which is held out: smaller ones, or more"
+            f"data holds {len(batches)} batches; expected four at least, one of them held out: smaller ones, or more"
         )
     held = set(range(len(batches) // 2 % 7, len(batches), 7)) or {0}
     parts: tuple[Batches, Batches] = ([], [])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +38,14 @@ class Stages:
         start = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+
+class Fitted(NamedTuple):
+    """A patched model, the plan that decided its parts, or None, and the report of its fit."""
+
+    model: Any
+    plan: Plan | None
+    calibration: Any
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,8 @@ class Pipeline:
         steps: so many instead of the seconds; None for the seconds.
         seed: of all draws.
         progress: show progress bars.
+        planning: further arguments of `plan`.
+        fit: further arguments of `calibrate`.
     """
 
     original: Any
@@ -86,31 +96,51 @@ class Pipeline:
     steps: int | None
     seed: int
     progress: bool
+    planning: Mapping[str, Any] = field(default_factory=dict)
+    fit: Mapping[str, Any] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)
 
     def run(self, budget: str | float | None) -> Result:
         """Convert for a budget; None converts the parts as they are."""
-        fitted, found = self.examples.fitted, None
-        if budget is None:
-            config = SNNKConfig(parts=self.parts or [], seed=self.seed, modules_to_save=[])
-        else:
-            with self.stages("plan"):
-                how: dict[str, Any] = {"of": self.of, "parts": self.parts, "seed": self.seed}
-                found = plan(self.original, fitted, budget, **how, progress=self.progress)
-            config = found.config
-        # Fits and steps are in full precision; what is stored and compared is as precise as the original.
-        dtype = self.original.dtype
-        full = shared_copy(self.original).float() if dtype in HALF else self.original
+        return self.finished(self.fitted(budget))
+
+    def planned(self, budget: str | float) -> Plan:
+        """Parts and sizes for a budget."""
+        how: dict[str, Any] = {"of": self.of, "parts": self.parts, "seed": self.seed, "progress": self.progress}
+        with self.stages("plan"):
+            return plan(self.original, self.examples.fitted, budget, **how, **self.planning)
+
+    def fitted(self, budget: str | float | None) -> Fitted:
+        """Plan, patch a copy, and fit it."""
+        found = None if budget is None else self.planned(budget)
+        config = (
+            SNNKConfig(parts=self.parts or [], seed=self.seed, modules_to_save=[]) if found is None else found.config
+        )
         with self.stages("calibrate"):
-            patched = get_snnk_model(shared_copy(full), config)
-            calibration = calibrate(patched, fitted, pooling=self.answers.pooling, progress=self.progress)
-            small = bundle(patched.to(dtype))
-        recovery = None
-        if self.recover or self.steps:
-            with self.stages("recover"):
-                how = {"seconds": self.recover, "steps": self.steps, "seed": self.seed, "progress": self.progress}
-                recovery = recover(small.float(), full, fitted, self.answers, **how)
-                small.to(dtype)
+            patched = get_snnk_model(shared_copy(self.full()), config)
+            how: dict[str, Any] = {"pooling": self.answers.pooling, "progress": self.progress}
+            calibration = calibrate(patched, self.examples.fitted, **how, **self.fit)
+        return Fitted(patched, found, calibration)
+
+    def finished(self, fitted: Fitted) -> Result:
+        """Bundle, recover, and compare on what was held out; what is stored is as precise as the original."""
+        dtype = self.original.dtype
+        with self.stages("calibrate"):
+            small = bundle(fitted.model.to(dtype))
+        recovery = self.recovered(small.float())
+        small.to(dtype)
         with self.stages("compare"):
             figures, layers = compared(self.original, small, self.examples.held_out, self.answers)
-        return Result(small, found, calibration, recovery, figures, layers)
+        return Result(small, fitted.plan, fitted.calibration, recovery, figures, layers)
+
+    def recovered(self, small: Any) -> Recovery | None:
+        """Bring a bundle in full precision nearer to the original, in place; None if no time is given for that."""
+        if not (self.recover or self.steps):
+            return None
+        with self.stages("recover"):
+            how: dict[str, Any] = {"seconds": self.recover, "steps": self.steps, "seed": self.seed}
+            return recover(small, self.full(), self.examples.fitted, self.answers, progress=self.progress, **how)
+
+    def full(self) -> Any:
+        """The original in the precision of fits and steps."""
+        return shared_copy(self.original).float() if self.original.dtype in HALF else self.original

@@ -25,7 +25,8 @@ from tests.fresh_process import run_python
 from tests.hub_stand_in import HubStandIn
 
 COMMANDS = ("plan", "convert", "score", "export", "cost", "check", "describe")
-SMALL = ["convert.ffn.num_features=8", "convert.batch_size=8", "timing.repetitions=1", "timing.batch_size=4"]
+QUICK = ["convert.batch_size=8", "convert.recover=0.2", "timing.repetitions=1", "timing.batch_size=4"]
+SMALL = ["convert.ffn.num_features=8", *QUICK]
 
 
 def snnk(*arguments: object) -> int:
@@ -200,8 +201,7 @@ def test_labels_score_the_conversion(here: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_plan_is_what_convert_then_does(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = ["convert.batch_size=8", "timing.repetitions=1", "timing.batch_size=4"]
-    given = ["--texts", "texts.txt", "--budget", "0.8", "convert.of=macs", *parts, "--output", "plan"]
+    given = ["--texts", "texts.txt", "--budget", "0.8", "convert.of=macs", *QUICK, "--output", "plan"]
     assert snnk("plan", "model", *given, "--json") == 0
     plan = printed(capsys)
     assert plan["budget"] == pytest.approx(0.8)
@@ -214,7 +214,7 @@ def test_a_plan_is_what_convert_then_does(here: Path, capsys: pytest.CaptureFixt
     assert command is not None
     assert snnk(*command[1].split(), "--output", "out", "--json") == 0
     assert printed(capsys)["models"]["converted"]["parameters"] < 1e9
-    made = json.loads(Path("out/conversion.json").read_text())["parts"]["parts"]
+    made = json.loads(Path("out/metrics.json").read_text())["config"]["convert"]["parts"]
     assert [part["part"] for part in made] == [part["part"] for part in plan["config"]["parts"]]
 
 
@@ -293,12 +293,12 @@ def test_faults_of_settings_come_all_at_once(here: Path, capsys: pytest.CaptureF
 
 def test_settings_of_a_file_and_of_the_command_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.yaml").write_text(yaml.safe_dump({"convert": {"ffn": {"num_features": 6}, "samples": 16}}))
-    given = ["--texts", "texts.txt", "--config", "mine.yaml", "convert.ffn.num_features=5", "timing.repetitions=1"]
+    given = ["--texts", "texts.txt", "--config", "mine.yaml", "convert.ffn.num_features=5", "convert.recover=0"]
     assert snnk("convert", "model", *given, "convert.batch_size=4", "--json") == 0
     capsys.readouterr()
-    record = json.loads(Path("model-snnk/conversion.json").read_text())
-    assert record["examples"] == 16
-    assert record["parts"]["ffn"]["num_features"] == 5
+    record = json.loads(Path("model-snnk/metrics.json").read_text())
+    assert sum(record["examples"].values()) == 16
+    assert record["config"]["convert"]["ffn"]["num_features"] == 5
 
 
 def test_what_is_not_installed_is_named() -> None:

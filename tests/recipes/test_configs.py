@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import convert
 import image_layouts
 import numpy as np
 import pytest
@@ -52,6 +53,7 @@ from snnk_cli.training import mean_loss
 
 CONFIGS = [RECIPES / "configs", RECIPES / "papers/configs"]
 FILES = {file.relative_to(folder): file for folder in CONFIGS for file in sorted(folder.rglob("*.yaml"))}
+TEXTS = FILES.pop(Path("convert/texts.yaml"))  # one call, without a schedule
 WNIDS = ("n01440764", "n01443537")
 
 
@@ -91,20 +93,14 @@ def reviews(file: Path, models: Path, out: Path) -> list[str]:
 
 def conversion(file: Path, models: Path, out: Path) -> list[str]:
     """A tiny classifier with the labels of the task; an epoch of training behind the conversion, which has none."""
-    task = None if file.stem == "texts" else TASKS[file.stem]
-    labels = 2 if task is None else task.num_labels
-    names = {} if task is None or task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
+    task = TASKS[file.stem]
+    names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
     tokenizer = AutoTokenizer.from_pretrained(models / "bert")
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BertConfig(vocab_size=len(tokenizer), num_labels=labels, initializer_range=0.2, **sizes, **names)
+    config = BertConfig(vocab_size=len(tokenizer), num_labels=task.num_labels, initializer_range=0.2, **sizes, **names)
     BertForSequenceClassification(config).save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     given = [f"model.name_or_path={out / 'model'}", "train.epochs=1", "convert.samples=40", "convert.batch_size=4"]
-    if task is None:
-        (out / "texts.txt").write_text("\n".join(sentences()[:60]))
-        # What differs from the other files is the plan; multiply-adds need not be timed.
-        candidates = ["convert.ffn.num_features=8", "convert.of=macs", "convert.budget=0.9"]
-        return [*given, *candidates, f"data.texts={out / 'texts.txt'}"]
     if task.name == "imdb":
         sizes = ["convert.attention.num_features=4", "convert.ffn.num_features=8", "convert.steps=2"]
         return [*given, *sizes, f"data.dir={write_reviews(out)}"]
@@ -264,3 +260,14 @@ def test_it_builds_data_model_and_schedule(name: Path, models: Path, tmp_path: P
     (inputs,) = data.train.batches([[0, 1]], epoch=0)
     mean_loss(model.train(), inputs).backward()
     assert any(value.grad is not None for value in experiment.optimizer(model).param_groups[0]["params"])
+
+
+def test_texts_are_converted_in_one_call(models: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("\n".join(sentences()[:60]))
+    first = TEXTS.read_text().splitlines()[0]
+    assert first.startswith(f"# python recipes/convert.py {TEXTS.relative_to(RECIPES.parent)}")
+    # Multiply-adds need not be timed.
+    few = ["convert.ffn.num_features=8", "convert.of=macs", "convert.budget=0.9", "convert.recover=0"]
+    given = [f"model.name_or_path={models / 'bert'}", f"data.texts={tmp_path / 'texts.txt'}", "convert.batch_size=4"]
+    assert convert.main([str(TEXTS), *given, *few, f"output.dir={tmp_path / 'run'}"]) == 0
+    assert (tmp_path / "run/plan.json").is_file()

@@ -24,6 +24,7 @@ from recipe_world import RECIPES, reset_accelerate, same_tensors, save_classifie
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     ViTConfig,
@@ -35,9 +36,9 @@ import snnk_peft
 from snnk_cli import checkpoint as checkpoints
 from snnk_cli.config import load_config
 from snnk_cli.convert_settings import ConvertConfig, UptrainSection
-from snnk_cli.converting import push
+from snnk_cli.hub import push
 from snnk_cli.models import train_in_use
-from snnk_cli.teacher import Distilled, agreement, layer_loss, load_teacher, logit_loss, teacher_task
+from snnk_cli.teacher import Distilled, layer_loss, load_teacher, logit_loss
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.texts import batches_by_length
 from tests.fresh_process import run_python, start_python
@@ -63,7 +64,7 @@ def settings(world: Path, out: Path, *changes: str, task: str | None = "rte", mo
     """Command-line arguments of a small conversion into `out`."""
     file = out.with_name(f"{out.name}.yaml")
     known = [] if task is None else [f"task: {task}"]
-    file.write_text("\n".join([*known, "convert: {ffn: {num_features: 16}, samples: 64, batch_size: 8}"]))
+    file.write_text("\n".join([*known, "convert: {ffn: {num_features: 16}, samples: 64, batch_size: 8, recover: 0.2}"]))
     fixed = [f"model.name_or_path={world / (model or task or 'rte')}", f"output.dir={out}", "timing.repetitions=1"]
     return [str(file), *fixed, *([] if task is None else [f"data.dir={world / 'glue'}"]), *changes]
 
@@ -130,20 +131,39 @@ def test_a_fresh_process_loads_what_was_measured(finished: tuple[Path, str, str]
 
 
 def test_texts_alone(world: Path, tmp_path: Path) -> None:
-    """No task: the held-out texts tell how often both predict the same, and the original agrees with itself."""
+    """No task: texts that are held out tell how often both predict the same."""
     rows = TASKS["rte"].load(world / "glue")["train"]
     texts = tmp_path / "texts.txt"
     texts.write_text("\n\n".join(rows["sentence2"]) + "\n")
     out = tmp_path / "run"
-    assert convert.main(settings(world, out, f"data.texts={texts}", "data.hold_out=0.25", task=None)) == 0
+    assert convert.main(settings(world, out, f"data.texts={texts}", task=None)) == 0
     figures = read(out)
-    assert figures["examples"] == {"train": 48, "held back": 16}
-    assert figures["score"] == figures["agreement"]["mean"]["agreement"]
-    assert "accuracy" not in figures["models"]["original"]
+    assert figures["examples"] == {"fitted": 54, "held_out": 10}
+    assert figures["score"] == figures["models"]["converted"]["agreement"] == figures["metrics"]["agreement"]
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
-    held = [(rows["sentence2"][index],) for index in order[:16]]
+    held = [(rows["sentence2"][index],) for index in order[:10]]
     same = logits(world / "rte", held).argmax(-1) == logits(out / "bundle", held).argmax(-1)
     assert figures["score"] == pytest.approx(same.double().mean().item())
+    assert (out / "calibration.png").is_file()
+    assert (out / "bundle/conversion.png").is_file()
+    assert convert.main([*settings(world, out, f"data.texts={texts}", task=None), "--resume"]) == 0  # it is finished
+
+
+def test_an_encoder_without_head(world: Path, tmp_path: Path) -> None:
+    """Texts alone compare pooled vectors: means over the tokens."""
+    rows = TASKS["rte"].load(world / "glue")["train"]
+    texts, out = tmp_path / "texts.txt", tmp_path / "run"
+    texts.write_text("\n".join(rows["sentence2"]))
+    assert convert.main(settings(world, out, f"data.texts={texts}", task=None, model="bert")) == 0
+    figures = read(out)
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
+    vectors = []
+    for folder in (world / "bert", out / "bundle"):
+        model, reader = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+        with torch.no_grad():
+            each = [model(**reader(rows["sentence2"][index], return_tensors="pt")) for index in order[:10]]
+        vectors.append(torch.cat([output.last_hidden_state.mean(1) for output in each]))
+    assert figures["score"] == pytest.approx(torch.cosine_similarity(*vectors, dim=-1).mean().item(), abs=1e-4)
 
 
 def test_numbers_instead_of_classes(world: Path, tmp_path: Path) -> None:
@@ -166,19 +186,15 @@ def test_numbers_instead_of_classes(world: Path, tmp_path: Path) -> None:
     given = [f"data.texts={table}", "data.text=a", "data.text_pair=b"]
     assert convert.main(settings(world, tmp_path / "b", *given, task=None, model="stsb")) == 0
     figures = read(tmp_path / "b")
-    assert figures["score"] == pytest.approx(figures["agreement"]["mean"]["correlation"], abs=1e-4)
+    assert figures["score"] == figures["models"]["converted"]["correlation"]
 
 
-def test_training_behind_it_comes_nearer_to_the_original(world: Path, tmp_path: Path) -> None:
-    """Without labels: the trained conversion is what is bundled, and the log begins with the one that was not."""
-    texts = tmp_path / "texts.txt"
-    texts.write_text("\n".join(TASKS["stsb"].load(world / "glue")["train"]["sentence2"]))
-    given = [f"data.texts={texts}", "data.hold_out=0.25", "convert.ffn.num_features=4"]
-    few = ["train.epochs=3", "train.learning_rate=3e-3", "train.layers=1", "train.batch_size=8"]
+def test_training_behind_it(world: Path, tmp_path: Path) -> None:
+    """The trained conversion is what is bundled, and the log begins with the one that was not."""
+    few = ["train.epochs=1", "train.learning_rate=3e-3", "train.layers=1", "train.batch_size=8"]
     for name, changes in (("a", few), ("b", [])):
-        assert convert.main(settings(world, tmp_path / name, *given, *changes, task=None, model="stsb")) == 0
-    trained, calibrated = (read(tmp_path / name)["agreement"]["mean"]["correlation"] for name in "ab")
-    assert 1 - trained < 0.8 * (1 - calibrated)
+        assert convert.main(settings(world, tmp_path / name, "convert.recover=0", *changes, task="stsb")) == 0
+    assert not same_tensors(*(load_file(tmp_path / name / "bundle/model.safetensors") for name in "ab"))
     assert (tmp_path / "a/learning_curve.png").is_file()
     log = [json.loads(line) for line in (tmp_path / "a/log.jsonl").read_text().splitlines()]
     assert log[0]["step"] == 0  # what the conversion scores without training
@@ -188,6 +204,7 @@ def test_training_behind_it_comes_nearer_to_the_original(world: Path, tmp_path: 
 def test_killed_in_its_training_it_continues_to_the_same_weights(world: Path, tmp_path: Path) -> None:
     """SIGKILL behind the calibration: `--resume` does not calibrate again, and no bit differs in the end."""
     train = ["train.epochs=2", "train.batch_size=4", "train.save_every_steps=1", "train.trained=all"]
+    train.append("convert.recover=0")  # which takes as many steps as the machine makes
     straight = settings(world, tmp_path / "straight", *train)
     assert convert.main(straight) == 0
     killed = tmp_path / "killed"
@@ -341,16 +358,6 @@ def test_bad_input_leaves_nothing_behind(
 # --- its parts --------------------------------------------------------------------------------------------------------
 
 
-def test_agreement_by_hand() -> None:
-    first, second = torch.tensor([[0.0, math.log(3.0)], [1.0, 0.0]]), torch.tensor([[0.0, 0.0], [3.0, 2.0]])
-    found = agreement(first, second)
-    assert found["agreement"] == 0.5  # argmax of a tie is the first
-    assert found["divergence"] == pytest.approx((0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)) / 2)
-    numbers = agreement(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[3.0], [5.0], [7.0]]))
-    assert numbers["correlation"] == pytest.approx(1.0)
-    assert numbers["difference"] == pytest.approx(math.sqrt((4 + 9 + 16) / 3))
-
-
 def test_losses_by_hand() -> None:
     wanted, given = torch.tensor([[0.0, 2 * math.log(3.0)]]), torch.tensor([[0.0, 0.0]])
     by_hand = 0.25 * math.log(0.25 / 0.5) + 0.75 * math.log(0.75 / 0.5)
@@ -387,11 +394,6 @@ def test_what_is_trained_has_gradients_and_the_original_stays(world: Path, train
     assert not teacher.training
     alone = Distilled(student, nn.Module(), UptrainSection()).eval()  # in eval mode the original is not asked
     assert "loss" not in alone(**inputs)
-
-
-def test_a_task_of_the_model_itself(world: Path) -> None:
-    assert teacher_task(str(world / "rte")).label_names == TASKS["rte"].label_names
-    assert teacher_task(str(world / "stsb")).num_labels == 1
 
 
 def test_batches_hold_similar_lengths() -> None:

@@ -1,0 +1,49 @@
+"""The report of a conversion: what is measured when it is done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from snnk_peft.converting.compared import compared, seconds, size
+from snnk_peft.converting.int8 import bytes_of, exported, runner
+from snnk_peft.converting.pipeline import Pipeline, Result
+from snnk_peft.converting.report import ConversionReport, warnings_of
+
+
+def report_of(pipeline: Pipeline, result: Result, folder: Path | None, settings: Mapping[str, Any]) -> ConversionReport:
+    """Original and conversion side by side.
+
+    Args:
+        pipeline: the original, and what is held out.
+        result: the conversion.
+        folder: for files with int8 Linears of both, which are compared as well; None for none.
+        settings: that decided it.
+    """
+    original, held_out = pipeline.original, pipeline.examples.held_out
+    batch = max(held_out, key=lambda each: next(iter(each.values())).numel())
+    runs: dict[str, Callable[..., Any]] = {"original": original, "converted": result.model}
+    rows: dict[str, dict[str, float]] = {name: dict(size(model)) for name, model in runs.items()}  # type: ignore[arg-type]
+    rows["converted"] |= result.figures
+    if folder is not None:
+        for name, model in list(runs.items()):
+            file = exported(model, folder / name, pipeline.examples.fitted)
+            runs[f"{name}, int8"] = run = runner(file)
+            figures = compared(original, run, held_out, pipeline.answers)[0]
+            rows[f"{name}, int8"] = {"parameters": rows[name]["parameters"], "bytes": bytes_of(file), **figures}
+    for name, took in seconds(runs, original, batch).items():
+        rows[name]["milliseconds"] = 1000 * took
+    return ConversionReport(
+        models=rows,
+        examples=pipeline.examples.sizes,
+        timed=" x ".join(map(str, next(iter(batch.values())).shape)),
+        layers=result.layers,
+        seconds=pipeline.stages.seconds,
+        recovery={} if result.recovery is None else dataclasses.asdict(result.recovery),
+        plan=result.plan,
+        calibration=result.calibration,
+        warnings=warnings_of(result.figures, result.layers),
+        settings=settings,
+    )
