@@ -77,7 +77,8 @@ class _Seen:
     """One run of the original: its answer, what its layers gave, and the gradients there.
 
     Attributes:
-        gradients: by path, None if a layer runs several times, whose outputs no one gradient belongs to.
+        gradients: by path; None if a layer runs several times, whose outputs no one gradient belongs to, or if the
+            model cannot be differentiated.
     """
 
     def __init__(
@@ -99,12 +100,9 @@ class _Seen:
             context.enter_context(torch.inference_mode(False))
             context.enter_context(torch.enable_grad())
             answer = root(**inputs)
-            self.gradients = None
-            if all(len(each) == 1 for each in given.values()):
-                loss = answers.drawn_loss(answers.read(answer, inputs), generator)
-                taken = torch.autograd.grad(loss, list(added.values()), allow_unused=True)
-                self.gradients = dict(zip(added, taken, strict=True))
-        self.outputs = {path: each[0] for path, each in given.items()} if self.gradients is not None else {}
+            once = all(len(each) == 1 for each in given.values())
+            self.gradients = _gradients(answer, added, inputs, answers, generator) if once else None
+        self.outputs = {path: each[0] for path, each in given.items()} if once else {}
         self.answer = _detached(answer)
 
     def before(self, key: int | None) -> dict[str, Any]:
@@ -126,6 +124,17 @@ class _Seen:
             root(**inputs)
         moved = ((found[0] - before).float() * gradient.float()).flatten(1).sum(1)
         return float(moved.double().square().sum())
+
+
+def _gradients(
+    answer: Any, added: Mapping[str, torch.Tensor], inputs: Mapping[str, Any], answers: Answers, generator: Any
+) -> dict[str, torch.Tensor | None] | None:
+    """Of the drawn loss, by what was added; None if there are none."""
+    try:
+        loss = answers.drawn_loss(answers.read(answer, inputs), generator)
+        return dict(zip(added, torch.autograd.grad(loss, list(added.values()), allow_unused=True), strict=True))
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 class _Scale:
