@@ -93,7 +93,8 @@ def refuse_holders(model: Any) -> None:
     if any(base.__module__.partition(".")[0] == "sentence_transformers" for base in type(model).__mro__):
         raise UnsupportedError(
             f"{name} is a pipeline of modules around a transformers model; expected that model. Take it out, give it "
-            "here, and put what comes of it back: st[0].auto_model = bundle(get_snnk_model(st[0].auto_model, config))"
+            "here, and put what comes of it back: st[0].model = bundle(get_snnk_model(st[0].model, config)). "
+            "convert(st, texts) takes a SentenceTransformer whole"
         )
 
 

@@ -150,15 +150,17 @@ def test_what_only_holds_a_model_names_it(tmp_path):
         check_family,
     ]
     for run in runs:
-        with pytest.raises(UnsupportedError, match=r"SentenceTransformer is a pipeline.*st\[0\].auto_model = bundle"):
+        with pytest.raises(UnsupportedError, match=r"SentenceTransformer is a pipeline.*st\[0\].model = bundle"):
             run(st)
         with pytest.raises(ConfigError, match=r"model is the text 'bert-base-uncased'; expected a transformers model"):
             run("bert-base-uncased")
-    x = inputs_for(st[0].auto_model)
-    patched = trained(get_snnk_model(st[0].auto_model, SNNKConfig(adapter=AdapterPart(num_features=4)))).eval()
+    x = inputs_for(st[0].model)
+    patched = trained(get_snnk_model(st[0].model, SNNKConfig(adapter=AdapterPart(num_features=4)))).eval()
     wanted = patched(**x).last_hidden_state
-    st[0].auto_model = bundle(patched)
-    assert same(st[0].auto_model(**x).last_hidden_state, wanted)
+    st[0].model = bundle(patched)
+    torch.testing.assert_close(st[0](x)["token_embeddings"], wanted, rtol=1e-4, atol=1e-5)
+    st.save_pretrained(str(tmp_path / "st"))
+    assert (tmp_path / "st/modeling_snnk_bundle.py").exists()
 
 
 def test_the_original_patched_in_place_is_the_patched_model(tmp_path):

@@ -14,6 +14,7 @@ from snnk_peft import FFNPart, NarrowFFNPart, SNNKConfig, bundle, calibrate, con
 from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.converting.sentence_encoders import SentenceEncoder, is_sentence_encoder
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.tasks.texts import drawn
 from tests.fresh_process import run_python
 from tests.tiny_models import tiny
 
@@ -21,7 +22,13 @@ library = pytest.importorskip("sentence_transformers", reason="pip install 'snnk
 modules = library.sentence_transformer.modules
 
 WORDS = ["the", "a", "film", "is", "was", "really", "not", "very", "good", "bad", "query", "passage", ":", ",", "."]
-TEXTS = [f"the film {a} {b} {c}" for a in ("is", "was") for b in ("really", "not", "very") for c in ("good", "bad .")]
+TEXTS = [
+    f"{subject} film {verb} {how} {what}"
+    for subject in ("the", "a", "query")
+    for verb in ("is", "was")
+    for how in ("really", "not", "very")
+    for what in ("good", "bad .")
+]
 MODES = ["mean", "cls", "max", "lasttoken", "mean_sqrt_len_tokens", "weightedmean", ("mean", "max")]
 
 
@@ -150,7 +157,7 @@ def test_convert_takes_a_sentence_transformer_and_gives_one(bert, tmp_path, give
     model.save_pretrained(str(tmp_path / "in"))
     before = vectors(model)
     given = model if given == "model" else str(tmp_path / "in")
-    done = convert(given, TEXTS * 3, None, parts=[NarrowFFNPart(keep=0.02)], steps=2, progress=False)
+    done = convert(given, TEXTS, None, parts=[NarrowFFNPart(keep=0.02)], steps=2, progress=False)
     assert 0 < done.report.figures["cosine"] < 1
     assert "make stored ones anew" in str(done.report)
     done.save_pretrained(tmp_path / "out")
@@ -161,6 +168,20 @@ def test_convert_takes_a_sentence_transformer_and_gives_one(bert, tmp_path, give
     assert "library_name: sentence-transformers" in card
     assert f"| cosine | {done.report.figures['cosine']:.4f} |" in card
     assert "make stored ones anew" in card
+
+
+@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+def test_an_encoder_alone_is_judged_by_the_pooling_that_is_given(bert, pooling):
+    done = convert(str(bert), TEXTS, None, parts=[NarrowFFNPart(keep=0.25)], pooling=pooling, steps=0)
+    mode = {"mean": "mean", "first": "cls", "last": "lasttoken"}[pooling]
+    encoder = SentenceEncoder(sentence_transformer(bert, mode))
+    first, second = encoder.given, encoder.closed(done.model)
+    held = done.report.examples["held_out"]
+    assert 0 < done.report.figures["cosine"] < 1
+    texts = [TEXTS[index] for index in drawn(len(TEXTS), 100, 0)[:held]]
+    vectors = [torch.from_numpy(model.encode(texts)) for model in (first, second)]
+    truth = torch.cosine_similarity(*vectors).mean()
+    assert done.report.figures["cosine"] == pytest.approx(float(truth), abs=1e-5)
 
 
 def test_a_sentence_transformer_has_its_own_tokenizer_and_pooling(bert):
