@@ -6,17 +6,17 @@
 A point is one way to make a fine-tuned BERT smaller, at one size, calibrated on sentences of one draw:
 
 - original: as it is, in torch and in int8.
-- ffn: all FFNs over so many features. plan: what `plan` chooses for a budget of latency. No labels.
+- ffn: `convert` with all FFNs over so many features. plan: `convert` with a budget of latency. No labels.
 - svd: FFN matrices in low rank, whitened by the covariance of their inputs; no labels.
 - fisher, modegpt: pruning by Fisher information (Kwon et al. 2022; uses labels) and MoDeGPT (Lin et al. 2025; no
   labels) to a share of the multiply-adds of heads and FFNs.
-- distilled: so many of the layers, trained towards the original's answers for as long as the plan for 2x took, with
-  calibration; no labels.
+- distilled: so many of the layers, trained towards the original's answers for as long as `convert` took for 2x; no
+  labels.
 
 Of each model and of its file with int8 Linears (`export`, on batches of the same sentences): the share of the
 original's answers that it keeps, KL to them, and accuracy, on the 872 development sentences at 64 tokens; and the speed
-of 32 x 64 tokens, original and point in turn in one pass, so that a busy machine slows both. fp32 is timed in torch,
-int8 in ONNX Runtime, on as many threads.
+of 32 x 64 tokens, original and point in turn in one pass, so that a busy machine slows both. Milliseconds are the
+original's in its quickest pass over the speed-up. fp32 is timed in torch, int8 in ONNX Runtime, on as many threads.
 
 A point is written to the figures as soon as it is measured, and a further run measures only what is missing. curve.png
 is drawn beside them.
@@ -73,7 +73,7 @@ class Judge:
         return {"agreement": found["agreement"], "KL": found["divergence"], "accuracy": right / count}
 
     def speeds(self, models: Mapping[str, nn.Module]) -> dict[str, dict[str, float]]:
-        """Milliseconds, and the original's time over the model's."""
+        """The original's milliseconds, and its time over the model's."""
         inputs = timed(self.teacher)
 
         def forward(model: nn.Module) -> Callable[[], None]:
@@ -86,7 +86,7 @@ class Judge:
         runs = {name: forward(model) for name, model in {"": self.teacher, **models}.items()}
         taken = alternate(runs, self.repetitions)
         return {
-            name: {"ms": 1000 * statistics.median(taken[name]), "speed-up": ratio(taken[""], taken[name])}
+            name: {"original ms": 1000 * statistics.median(taken[""]), "speed-up": ratio(taken[""], taken[name])}
             for name in models
         }
 
@@ -111,14 +111,16 @@ def measured(name: str, make: Make, seed: int, judge: Judge, batches: Sequence[B
 def means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A row per point, over the seeds: means, and the least agreement."""
     keys = dict.fromkeys((row["point"], row["as"]) for row in rows)
+    quickest = min(row["original ms"] for row in rows)
     table = []
     for point, kind in keys:
         same = [row for row in rows if (row["point"], row["as"]) == (point, kind)]
         mean = {
             name: statistics.mean(row[name] for row in same)
-            for name in ("speed-up", "ms", "agreement", "KL", "accuracy", "seconds")
+            for name in ("speed-up", "agreement", "KL", "accuracy", "seconds")
         }
-        table.append({"point": point, "as": kind, **mean, "least": min(row["agreement"] for row in same)})
+        least = min(row["agreement"] for row in same)
+        table.append({"point": point, "as": kind, "ms": quickest / mean["speed-up"], **mean, "least": least})
     return table
 
 

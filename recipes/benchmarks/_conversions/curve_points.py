@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +11,8 @@ from _peers import distilling, fisher_pruning, modegpt
 from _peers.blocks import Batch, model_inputs
 from torch import nn
 
-from _conversions.peers import calibrated, svd
-from snnk_peft import FFNPart, plan
+from _conversions.peers import svd
+from snnk_peft import FFNPart, convert
 
 Make = Callable[[nn.Module, Sequence[Batch], int], nn.Module]
 FEATURES = (384, 256, 192, 128, 96, 64)
@@ -24,13 +22,17 @@ LAYERS = (5, 4, 3, 2)
 REFERENCE = "plan 2x"  # which gives distillation its seconds
 
 
-def planned(teacher: nn.Module, batches: Sequence[Batch], seed: int, budget: str) -> nn.Module:
-    """What `plan` finds for a budget of latency at 32 x 64 tokens."""
-    given = [model_inputs(batch) for batch in batches]
-    with tempfile.TemporaryDirectory() as folder:  # every plan measures for itself
-        timings = Path(folder) / "timings.json"
-        found = plan(teacher, given, budget, inputs=timed(teacher), seed=seed, timings=timings, progress=False)
-    return calibrated(teacher, given, *found.config.parts)
+def converted(teacher: nn.Module, batches: Sequence[Batch], seed: int, **how: Any) -> nn.Module:
+    """By `convert`, without labels."""
+    model: nn.Module = convert(
+        teacher, [model_inputs(batch) for batch in batches], seed=seed, progress=False, **how
+    ).model
+    return model.eval()
+
+
+def ffn(teacher: nn.Module, batches: Sequence[Batch], seed: int, count: int) -> nn.Module:
+    """All FFNs over so many features."""
+    return converted(teacher, batches, seed, budget=None, parts=[FFNPart(num_features=count)])
 
 
 def timed(model: Any) -> dict[str, torch.Tensor]:
@@ -42,9 +44,6 @@ def timed(model: Any) -> dict[str, torch.Tensor]:
 def points(seconds: Callable[[int], float]) -> dict[str, Make]:
     """All ways and sizes, by name; `seconds` that the reference took, for a seed."""
 
-    def features(teacher: nn.Module, batches: Sequence[Batch], seed: int, count: int) -> nn.Module:
-        return calibrated(teacher, [model_inputs(batch) for batch in batches], FFNPart(num_features=count))
-
     def shared(teacher: nn.Module, batches: Sequence[Batch], seed: int, how: Any, share: float) -> nn.Module:
         made: nn.Module = how(teacher, batches, share)
         return made
@@ -55,8 +54,8 @@ def points(seconds: Callable[[int], float]) -> dict[str, Make]:
     peers = {"svd": svd, "fisher": fisher_pruning.prune, "modegpt": modegpt.decompose}
     return {
         "original": lambda teacher, batches, seed: teacher,
-        **{f"ffn {count}": partial(features, count=count) for count in FEATURES},
-        **{f"plan {budget}": partial(planned, budget=budget) for budget in BUDGETS},
+        **{f"ffn {count}": partial(ffn, count=count) for count in FEATURES},
+        **{f"plan {budget}": partial(converted, budget=budget) for budget in BUDGETS},
         **{f"{name} {share}": partial(shared, how=how, share=share) for name, how in peers.items() for share in SHARES},
         **{f"distilled {count}": partial(distilled, layers=count) for count in LAYERS},
     }
