@@ -16,7 +16,7 @@ from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data
 from snnk_cli.files import read_json, write_json, writing
 from snnk_peft import CalibrationReport, Plan, SNNKConfig, get_snnk_model
-from snnk_peft.calibrating.answers import Answers
+from snnk_peft.calibrating.answers import Answers, Pooling
 from snnk_peft.converting.examples import Examples
 from snnk_peft.converting.pipeline import Pipeline
 from snnk_peft.errors import ConfigError
@@ -55,7 +55,7 @@ class Conversion:
         write_json(folder / RECORD, {"parts": described, **found})
 
 
-def pipeline_of(config: ConvertConfig, original: Any, examples: Examples, pooling: str = "mean") -> Pipeline:
+def pipeline_of(config: ConvertConfig, original: Any, examples: Examples, pooling: Pooling = "mean") -> Pipeline:
     """The stages of a conversion, as the settings say."""
     settings = config.convert
     parts = list(settings.snnk_config(config.train.seed).named_parts().values()) if settings.given else None
