@@ -14,6 +14,7 @@ from torch import nn
 from snnk_peft.calibrating.answers import Answers, Comparison, Rows
 from snnk_peft.calibrating.calibrate import calibrate
 from snnk_peft.config import SNNKConfig
+from snnk_peft.errors import UnsupportedError
 from snnk_peft.planning.candidates import Template, replayed, shared_copy
 from snnk_peft.planning.fits import Errors
 from snnk_peft.planning.sample import HELD_OUT, Sample
@@ -61,9 +62,14 @@ def joint_error(model: nn.Module, config: SNNKConfig, sample: Sample) -> float:
     if not config.parts:
         return 0.0
     patched: Any = get_snnk_model(shared_copy(model), config)
+    batches = [batch for _, batch in sample.batches]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a sample is small, and what is fitted to it is not kept
-        calibrate(patched, [batch for _, batch in sample.batches], held_out=HELD_OUT, refit=False, progress=False)
+        fit = partial(calibrate, patched, batches, held_out=HELD_OUT, refit=False, progress=False)
+        try:
+            fit()
+        except UnsupportedError:  # it cannot be differentiated
+            fit(metric="local")
     root, comparison = patched.eval().get_base_model(), Comparison(Answers(model))
     with torch.no_grad():
         for inputs in sample.inputs(root, held_out=True):

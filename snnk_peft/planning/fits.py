@@ -6,9 +6,9 @@ The model runs once for all of them. `calibrate` fits what was chosen again, beh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -16,7 +16,9 @@ from torch import nn
 from snnk_peft.calibrating.batches import model_inputs
 from snnk_peft.calibrating.calibrate import fitter_of, slot_to_fit
 from snnk_peft.calibrating.guards import refuse_overflow
-from snnk_peft.layers.slots import Call, FitOptions, Fitter
+from snnk_peft.calibrating.sensitivity import Sensitivity, sensitivities
+from snnk_peft.errors import UnsupportedError
+from snnk_peft.layers.slots import Call, FitOptions, Fitter, Given
 from snnk_peft.planning.candidates import Template
 from snnk_peft.planning.sample import Sample
 from snnk_peft.tuner.slot_layer import SlotLayer
@@ -55,9 +57,28 @@ def _main(outputs: Any) -> torch.Tensor:
     return next(value for value in outputs.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
+def sense(templates: Sequence[Template], sample: Sample, seed: int, tick: Callable[[], Any]) -> dict[str, Sensitivity]:
+    """What the answers depend on, wherever a fit is judged; nothing of a model that cannot be differentiated."""
+    root, judged = templates[0].root, set[str]()
+    for template in templates:
+        for key, group in template.groups.items():
+            for layer in group.values():
+                if _fitted(template, key, layer):
+                    template.activate(key)
+                    judged.add(fitter_of(template.root, layer, OPTIONS).counted or "")
+                    template.activate(None, nothing=True)
+    places = {path: root.get_submodule(path) for path in sorted(judged - {""})}
+    try:
+        return sensitivities(root, places, cast(Any, sample), seed, tick) if places else {}
+    except UnsupportedError:
+        return {}
+
+
 @torch.no_grad()
-def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
-    """Fit every slot of templates that can be fitted.
+def fit_all(
+    templates: Sequence[Template], sample: Sample, sensed: Mapping[str, Sensitivity], tick: Callable[[int], Any]
+) -> Errors:
+    """Fit every slot of templates that can be fitted, in the metric of the answers where that is known.
 
     Returns:
         The normalised error on the held-out part: by number of the template and layer, where there is one; of several
@@ -79,9 +100,14 @@ def fit_all(templates: Sequence[Template], sample: Sample, tick: Any) -> Errors:
             templates[number].activate(key)
         fitters = [fitter_of(templates[number].root, layer, OPTIONS) for number, _, layer in here]
         first, *others = fitters
-        fitted = first.fit_sizes(others, _KeptCalls(first, calls[path])) if others else None
+        found = sensed.get(first.counted or "")
+        metric = None if found is None else found.root()
+        for fitter in fitters:
+            fitter.metric = metric
+        weights = None if found is None else found.weights
+        fitted = first.fit_sizes(others, _KeptCalls(first, calls[path], weights)) if others else None
         if fitted is None:
-            fitted = [fitter.fit(_KeptCalls(fitter, calls[path])).error_after for fitter in fitters]
+            fitted = [fitter.fit(_KeptCalls(fitter, calls[path], weights)).error_after for fitter in fitters]
         torch.clear_autocast_cache()  # the caller's autocast would judge copies of what was there before
         for (number, key, _), error in zip(here, fitted, strict=True):
             errors.setdefault((number, key), []).append(error)
@@ -102,10 +128,11 @@ def _fitted(template: Template, key: int | None, layer: SlotLayer) -> bool:
 class _KeptCalls:
     """Kept calls in the form that a fitter reads, as often as it likes."""
 
-    def __init__(self, fitter: Fitter, calls: Any):
-        self.fitter, self.kept = fitter, calls
+    def __init__(self, fitter: Fitter, calls: Any, weights: Callable[[int], Any] | None):
+        self.fitter, self.kept, self.weights = fitter, calls, weights
 
     def __iter__(self) -> Any:
-        for held_out, calls in self.kept:
+        for number, (held_out, calls) in enumerate(self.kept):
             rows = self.fitter.rows
-            yield held_out, calls if self.fitter.calls else torch.cat([rows(c.args[0], c.mask) for c in calls])
+            read = calls if self.fitter.calls else torch.cat([rows(c.args[0], c.mask) for c in calls])
+            yield held_out, read if self.weights is None else Given(read, self.weights(number))

@@ -29,7 +29,7 @@ from snnk_peft.planning.candidates import Places, Template, default_templates, p
 from snnk_peft.planning.choices import Candidate, Choices, named
 from snnk_peft.planning.costs import OF, Measure
 from snnk_peft.planning.damage import joint_error, measure_damage
-from snnk_peft.planning.fits import Errors, fit_all
+from snnk_peft.planning.fits import Errors, fit_all, sense
 from snnk_peft.planning.result import POINTS, Plan
 from snnk_peft.planning.sample import Sample
 from snnk_peft.planning.settle import check_reach, settle
@@ -238,9 +238,10 @@ def _errors(templates: Sequence[Template], sample: Sample, seed: int, progress: 
     for number, template in enumerate(templates):
         kinds.setdefault(type(template.part), []).append(number)
     held_out = sum(out for out, _ in sample.batches)
-    total = sum(len(template.groups) for template in templates) * (1 + held_out)
+    total = sum(len(template.groups) for template in templates) * (1 + held_out) + len(sample.batches)
     with tqdm(total=total, desc="plan", unit="step", disable=not progress) as bar:
+        sensed = sense(templates, sample, seed, bar.update)
         for indices in kinds.values():
-            measured = fit_all([templates[number] for number in indices], sample, bar.update)
+            measured = fit_all([templates[number] for number in indices], sample, sensed, bar.update)
             fits.update({(indices[number], key): error for (number, key), error in measured.items()})
         return fits, measure_damage(templates, sample, seed, bar.update)

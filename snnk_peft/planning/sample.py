@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,7 @@ class Sample:
     Attributes:
         batches: (is it held out?, model inputs).
         middle: the batch of median size of all.
+        tokens: in these batches, about.
         padding: tokens that stand where a mask leaves them out.
     """
 
@@ -43,6 +44,11 @@ class Sample:
         self.padding = survey.padding
         self.middle = kept[middle]
         self.batches = [(is_held_out(number, HELD_OUT), kept[index]) for number, index in enumerate(sorted(chosen))]
+
+        self.tokens = sum(tokens_of(batch) for _, batch in self.batches)
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return ((number, batch) for number, (_, batch) in enumerate(self.batches))
 
     def inputs(self, model: nn.Module, held_out: bool) -> Iterable[dict[str, Any]]:
         return (model_inputs(model, batch) for out, batch in self.batches if out == held_out)

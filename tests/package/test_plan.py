@@ -232,7 +232,7 @@ def test_the_predicted_divergence_is_the_fisher_information_along_the_change():
         p, moved = target.softmax(-1), other - target
         expected = 0.5 * ((p * moved.square()).sum(-1) - (p * moved).sum(-1).square()).mean()
         (own,) = (candidate for candidate in found.candidates if candidate.layer == layer)
-        assert own.output_error == pytest.approx(expected.item(), rel=0.5)
+        assert own.output_error == pytest.approx(expected.item(), rel=0.2)
 
 
 def test_without_gradients_every_candidate_is_run(planned, monkeypatch):
@@ -246,7 +246,8 @@ def test_without_gradients_every_candidate_is_run(planned, monkeypatch):
     found = plan(model, texts(), 0.97, of="macs", parts=[part], progress=False)
     part.layers = [0]
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[part], modules_to_save=[]))
-    calibrate(patched, texts(), held_out=HELD_OUT, ridges=OPTIONS.ridges, refit=False, progress=False)
+    given = {"held_out": HELD_OUT, "ridges": OPTIONS.ridges, "refit": False, "metric": "local", "progress": False}
+    calibrate(patched, texts(), **given)
     held_out = [batch for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)]
     target, other = (torch.cat([m(**batch).logits for batch in held_out]).log_softmax(-1) for m in (model, patched))
     divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
