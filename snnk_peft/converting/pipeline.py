@@ -107,6 +107,7 @@ class Pipeline:
     def planned(self, budget: str | float) -> Plan:
         """Parts and sizes for a budget."""
         how: dict[str, Any] = {"of": self.of, "parts": self.parts, "seed": self.seed, "progress": self.progress}
+        how["pooling"] = self.answers.pooling
         with self.stages("plan"):
             return plan(self.original, self.examples.fitted, budget, **how, **self.planning)
 

@@ -23,7 +23,9 @@ from snnk_peft.solvers.reduce import relative_error
 from snnk_peft.tuner.get_model import get_snnk_model
 
 
-def measure_damage(templates: Sequence[Template], sample: Sample, seed: int, tick: Callable[[], Any]) -> Errors:
+def measure_damage(
+    templates: Sequence[Template], sample: Sample, answers: Answers, seed: int, tick: Callable[[], Any]
+) -> Errors:
     """What each group of each template, all else original, does to the answers on the held-out part of the sample.
 
     A group inside a layer changes what the layer gives by δ, and the answers of an example by Σ g·δ over its tokens, g
@@ -31,7 +33,7 @@ def measure_damage(templates: Sequence[Template], sample: Sample, seed: int, tic
     only the layer itself is run. What stands outside of the layers, or in a layer that runs several times, is run and
     compared.
     """
-    root, answers = templates[0].root, Answers(templates[0].root)
+    root = templates[0].root
     names = [(number, key) for number, template in enumerate(templates) for key in template.groups]
     compared = {name: Comparison(answers) for name in names}
     moved = dict.fromkeys(names, 0.0)
@@ -57,7 +59,7 @@ def measure_damage(templates: Sequence[Template], sample: Sample, seed: int, tic
     }
 
 
-def joint_error(model: nn.Module, config: SNNKConfig, sample: Sample) -> float:
+def joint_error(model: nn.Module, config: SNNKConfig, sample: Sample, answers: Answers) -> float:
     """The distance of the held-out answers of the model with all chosen parts, fitted to the rest of the sample."""
     if not config.parts:
         return 0.0
@@ -65,12 +67,14 @@ def joint_error(model: nn.Module, config: SNNKConfig, sample: Sample) -> float:
     batches = [batch for _, batch in sample.batches]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a sample is small, and what is fitted to it is not kept
-        fit = partial(calibrate, patched, batches, held_out=HELD_OUT, refit=False, progress=False)
+        fit = partial(
+            calibrate, patched, batches, held_out=HELD_OUT, refit=False, pooling=answers.pooling, progress=False
+        )
         try:
             fit()
         except UnsupportedError:  # it cannot be differentiated
             fit(metric="local")
-    root, comparison = patched.eval().get_base_model(), Comparison(Answers(model))
+    root, comparison = patched.eval().get_base_model(), Comparison(answers)
     with torch.no_grad():
         for inputs in sample.inputs(root, held_out=True):
             with patched.disable_adapter():

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from snnk_peft.calibrating.answers import Answers
 from snnk_peft.calibrating.batches import model_inputs
 from snnk_peft.calibrating.calibrate import fitter_of, slot_to_fit
 from snnk_peft.calibrating.guards import refuse_overflow
@@ -57,7 +58,9 @@ def _main(outputs: Any) -> torch.Tensor:
     return next(value for value in outputs.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
-def sense(templates: Sequence[Template], sample: Sample, seed: int, tick: Callable[[], Any]) -> dict[str, Sensitivity]:
+def sense(
+    templates: Sequence[Template], sample: Sample, answers: Answers, tick: Callable[[], Any]
+) -> dict[str, Sensitivity]:
     """What the answers depend on, wherever a fit is judged; nothing of a model that cannot be differentiated."""
     root, judged = templates[0].root, set[str]()
     for template in templates:
@@ -69,7 +72,7 @@ def sense(templates: Sequence[Template], sample: Sample, seed: int, tick: Callab
                     template.activate(None, nothing=True)
     places = {path: root.get_submodule(path) for path in sorted(judged - {""})}
     try:
-        return sensitivities(root, places, cast(Any, sample), seed, tick) if places else {}
+        return sensitivities(root, places, cast(Any, sample), answers, tick) if places else {}
     except UnsupportedError:
         return {}
 

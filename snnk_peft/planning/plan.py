@@ -17,6 +17,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from snnk_peft.arguments import in_words, path_of
+from snnk_peft.calibrating.answers import Answers, Pooling
 from snnk_peft.calibrating.batches import IMAGE_TOKENS, Batches, checked_one, model_inputs
 from snnk_peft.calibrating.guards import named_padding, refuse_not_finite
 from snnk_peft.config_parts import part_name
@@ -48,6 +49,7 @@ def plan(
     parts: Sequence[Part] | None = None,
     inputs: Mapping[str, Any] | None = None,
     tokens: int = 4096,
+    pooling: Pooling = "mean",
     seed: int = 0,
     timings: str | os.PathLike[str] | None = None,
     progress: bool = True,
@@ -57,7 +59,7 @@ def plan(
     For each candidate in each layer its saving is measured, and its error on held-out batches with only this layer
     converted and fitted: the distance of the answers from the original's, to second order, by the gradients of the
     answers at the layer's output (see `measure_damage`). It is the Kullback-Leibler divergence for logits, 1 − cosine
-    for embeddings (pooled by the mean over the mask), the squared error relative to the variance for anything else. For
+    for embeddings (pooled as `pooling` says), the squared error relative to the variance for anything else. For
     sizes between, both are interpolated. The choice of least total error for each cost is exact (a knapsack). Its parts
     are then measured together; the plan is the choice of least error that meets the budget and spends 97% of it at
     least, if there is one, fitted in the end to tell what all of its parts do together.
@@ -80,6 +82,7 @@ def plan(
             encoders and long sequences, linear attention.
         inputs: model inputs for which latency and MACs are counted; None for the batch of median size.
         tokens: about how many of the batches are used; more is slower and more exact.
+        pooling: of an encoder without a head, as in `calibrate`.
         seed: of all draws, and of the config.
         timings: a JSON file of measured seconds: read where it knows them, written where it does not. It belongs to a
             machine; delete it to measure again.
@@ -114,12 +117,14 @@ def plan(
     sample = Sample(model, batches, tokens)
     with named_padding(model, sample.padding):
         given = model_inputs(model, sample.middle if inputs is None else checked_one(model, inputs, "inputs"))
-        return _planned(model, sample, given, share, of, parts, seed, timings, tokens, progress)
+        answers = Answers(model, pooling)
+        return _planned(model, sample, answers, given, share, of, parts, seed, timings, tokens, progress)
 
 
 def _planned(
     model: nn.Module,
     sample: Sample,
+    answers: Answers,
     given: Mapping[str, Any],
     share: float,
     of: str,
@@ -139,7 +144,7 @@ def _planned(
     by_place = places(templates)
     most = sum(max(saved[number].get(key, 0.0) for number in members) for key, members in by_place)
     check_reach(most, share, of)
-    kinds, candidates = _candidates(templates, by_place, saved, *_errors(templates, sample, seed, progress))
+    kinds, candidates = _candidates(templates, by_place, saved, *_errors(templates, sample, answers, seed, progress))
     choices = Choices(candidates, kinds, seed)
     point, measured = settle(choices, share, measure)
     every = max(1, len(choices.points) // POINTS)
@@ -154,7 +159,7 @@ def _planned(
             "speed_up": 1 / point.cost,
             "error": point.error,
             "measured": measured,
-            "measured_error": joint_error(model, config, sample),
+            "measured_error": joint_error(model, config, sample, answers),
         },
         choices.marked(point),
         [{"cost": each.cost, "error": each.error} for each in shown],
@@ -231,7 +236,9 @@ def _worth_it(
     return [templates[number] for number in kept], [saved[number] for number in kept]
 
 
-def _errors(templates: Sequence[Template], sample: Sample, seed: int, progress: bool) -> tuple[Errors, Errors]:
+def _errors(
+    templates: Sequence[Template], sample: Sample, answers: Answers, seed: int, progress: bool
+) -> tuple[Errors, Errors]:
     """Measure fit and output errors, by template index and layer; templates of a kind are fitted together."""
     fits: Errors = {}
     kinds: dict[type, list[int]] = {}
@@ -240,8 +247,8 @@ def _errors(templates: Sequence[Template], sample: Sample, seed: int, progress: 
     held_out = sum(out for out, _ in sample.batches)
     total = sum(len(template.groups) for template in templates) * (1 + held_out) + len(sample.batches)
     with tqdm(total=total, desc="plan", unit="step", disable=not progress) as bar:
-        sensed = sense(templates, sample, seed, bar.update)
+        sensed = sense(templates, sample, answers, bar.update)
         for indices in kinds.values():
             measured = fit_all([templates[number] for number in indices], sample, sensed, bar.update)
             fits.update({(indices[number], key): error for (number, key), error in measured.items()})
-        return fits, measure_damage(templates, sample, seed, bar.update)
+        return fits, measure_damage(templates, sample, answers, seed, bar.update)
