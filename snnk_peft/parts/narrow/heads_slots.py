@@ -6,6 +6,7 @@ dimensions is followed by d − r zeros, which change neither q·k nor the value
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -178,8 +179,20 @@ class HeadsFitter(Fitter):
         self.sources = [OneMatrix(place.original_at(path)) for path in slot.paths]
 
     def fit(self, data: Tokens) -> Fit:
-        slot, (query, key, value, _) = self.slot, self.sources
         left, right, before = self._products(data)
+        return self._fit(left, right, before.value(), data)
+
+    def fit_sizes(self, others: Sequence[Fitter], data: Tokens) -> list[float] | None:
+        """Fit several sizes: the second moments of queries and keys do not depend on the size."""
+        alike = [self, *(other for other in others if isinstance(other, HeadsFitter))]
+        if len(alike) <= len(others):
+            return None
+        left, right, before = self._products(data)
+        return [fitter._fit(left, right, before.value(), data).error_after for fitter in alike]
+
+    def _fit(self, left: torch.Tensor, right: torch.Tensor, before: float, data: Tokens) -> Fit:
+        """From the second moments of queries and keys, and the error of the slot as it was."""
+        slot, (query, key, value, _) = self.slot, self.sources
         slot.keep_products(query, key, *narrow_products(left, right, slot.size))
         train, test = self._outputs(data)
         kept, columns = self._keep(train)
@@ -198,7 +211,7 @@ class HeadsFitter(Fitter):
         for each in slot.four:  # they stand elsewhere than the slot that `calibrate` fits
             same_everywhere(each)
         unknowns = slot.heads * slot.size + 1
-        return Fit(slot.size, train.count, test.count, fit.ridge, before.value(), fit.error, unknowns=unknowns)
+        return Fit(slot.size, train.count, test.count, fit.ridge, before, fit.error, unknowns=unknowns)
 
     def _read(self, columns: torch.Tensor, train: SecondMoments, test: SecondMoments, ridges: Any) -> CorrectedFit:
         """The output projection of what is kept."""
