@@ -31,7 +31,7 @@ SLOW = {
 # Settings that make the commands small, by a part of the command.
 SMALL = {
     "finetune.py": ["train.epochs=1"],
-    "convert.py": ["convert.ffn.num_features=8", "convert.batch_size=4", "timing.repetitions=1"],
+    "convert.py": ["convert.ffn.num_features=8", "convert.batch_size=4", "convert.recover=0.2", "timing.repetitions=1"],
     "texts.yaml": ["convert.of=macs", "convert.budget=0.9"],  # a plan of latency would need a larger model
     "image_folder": ["model.name_or_path=vit", "data.workers=0"],
     "train_lra.py": ["train.steps=2", "train.warmup_steps=1", "train.batch_size=2"]
@@ -120,7 +120,7 @@ def test_snnk_commands_run(world, tmp_path):
     copied(world, tmp_path)
     rows = [f"{text},{label}" for text, label in zip(sentences(), ["LABEL_0", "LABEL_1"] * 8, strict=False)]
     (tmp_path / "labelled.csv").write_text("\n".join(["text,label", *rows]) + "\n")
-    small = ["convert.of=macs", "convert.budget=0.9", "convert.batch_size=4", "timing.repetitions=1"]
+    small = ["convert.of=macs", "convert.budget=0.9", "convert.batch_size=4", "convert.recover=0.2"]
     for words in sorted(found, key=lambda words: words[0] != "convert"):
         run(["-m", "snnk_cli", *words, *(small if words[0] == "convert" else [])], tmp_path)
 

@@ -1,10 +1,10 @@
 """recover: a few steps of AdamW towards the original's answers and states, without labels; never worse than before.
 
 The loss of a batch is the mean distance of its answers (`Answers.distances`: nats of logits, squares of numbers,
-1 − cosine of embeddings) plus, of embeddings, the mean square by which the similarities within the batch are off, plus,
+1 − cosine of embeddings); of embeddings also the mean square by which the similarities within the batch are off; and,
 weighted, the mean over layers of the squared error of the states relative to their variance. The learning rate rises
-over the first steps and falls to zero as the time runs out. The weights that are kept are those of least distance on batches
-that were not trained on: an average over the latest steps, or those from before.
+over the first steps and falls to zero as the time runs out. The weights that are kept are those of least distance on
+batches that were not trained on: an average over the latest steps, or those from before.
 """
 
 from __future__ import annotations
