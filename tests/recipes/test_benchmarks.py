@@ -447,9 +447,9 @@ def test_a_curve_goes_on_where_it_stopped(tmp_path: Path, output: Path) -> None:
     assert [(row["point"], row["as"]) for row in first] == [("original", "fp32"), ("original", "int8")]
     assert first[0]["agreement"] == 1
     assert first[0]["KL"] == pytest.approx(0, abs=1e-9)
-    then = figures(output, "convert_models.py", *given, "ffn 64")
+    then = figures(output, "convert_models.py", *given, "svd 0.85")
     assert then["measured"][:2] == first
-    assert [row["point"] for row in then["measured"][2:]] == ["ffn 64", "ffn 64"]
+    assert [row["point"] for row in then["measured"][2:]] == ["svd 0.85", "svd 0.85"]
     assert (tmp_path / "curve.png").stat().st_size > 1000
     other = run_python([str(BENCHMARKS / "convert_models.py"), *given, "--sentences", "250", "--output", str(output)])
     assert other.returncode != 0
