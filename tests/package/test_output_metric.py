@@ -234,7 +234,7 @@ def test_the_reported_error_is_that_of_the_stream():
     report = calibrate(patched, data, refit=False, progress=False)
     path = "bert.encoder.layer.2.output"
     found = sensitivities(
-        model, {path: model.get_submodule(f"{path}.dense")}, Survey(model, data, 0.2), 0, lambda: None
+        model, {path: model.get_submodule(f"{path}.dense")}, Survey(model, data, 0.2), Answers(model), lambda: None
     )
     root = found[path].root()
     wanted, given, weights = [], [], []
