@@ -20,6 +20,7 @@ from snnk_peft.repeats import LABELS, count_repeated, label_note, rows
 from snnk_peft.solvers.reduce import gathered, global_index, process
 
 IMAGE_TOKENS = 196  # of an image of the usual size
+GOLDEN = 0.6180339887498949
 Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
 
@@ -145,6 +146,16 @@ def tokens_of(batch: Mapping[str, Any]) -> int:
     return main.numel() if main.ndim == 2 else IMAGE_TOKENS * len(main)
 
 
+def examples_in(batch: Mapping[str, Any]) -> int:
+    """The number of examples in a batch."""
+    return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim), 0)
+
+
+def spread(number: int, share: float) -> bool:
+    """Choose a share of batches by their numbers, evenly whatever the rhythm in which some of them are held out."""
+    return number * GOLDEN % 1 < share
+
+
 class Survey:
     """The result of reading all batches once; iterate over it to read them again, any number of times.
 
@@ -154,6 +165,7 @@ class Survey:
     Attributes:
         total: number of batches of this process.
         tokens: in all of them, about.
+        examples: in all of them.
         faults: messages about all that is wrong with them.
         padding: tokens that stand where a mask leaves them out.
 
@@ -173,12 +185,13 @@ class Survey:
         self._warned = False
         check, known = InputCheck(model), HeldOutRows()
         self.padding: set[int] = set()
-        self.tokens = 0
+        self.tokens = self.examples = 0
         for index, given in enumerate(read(batches)):
             if (batch := check.look(index, given)) is None:
                 break  # nothing that could be counted
             self.padding |= masked_tokens(batch)
             self.tokens += tokens_of(batch)
+            self.examples += examples_in(batch)
             row_digests = list(rows(batch))
             known.add(row_digests, is_held_out(index, held_out))
             self._first_rows.append(row_digests[0] if row_digests else None)

@@ -21,17 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from snnk_peft.calibrating.answers import Answers
-from snnk_peft.calibrating.batches import Survey, model_inputs
+from snnk_peft.calibrating.batches import Survey, model_inputs, spread
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.layers.slots import real_tokens
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.solvers.reduce import global_index, summed, summed_number
 
-TOKENS = 16_384  # whose gradients are taken, about
+TOKENS, EXAMPLES = 16_384, 256  # whose gradients are taken, about; of long examples more tokens
 DENSE = 1536  # dimensions up to which the metric is a full matrix
 MIXED = 0.05  # of the identity, in a metric whose mean eigenvalue is 1
 CLIPPED = 20.0  # times the mean: the most that ‖g‖² counts
-GOLDEN = 0.6180339887498949
 
 
 @dataclass
@@ -87,7 +86,7 @@ class Sensitivity:
 def sensitivities(
     model: Any, paths: Mapping[str, nn.Module], survey: Survey, answers: Answers, tick: Callable[[], Any]
 ) -> dict[str, Sensitivity]:
-    """Measure the modules at `paths` in the model as it is, on about `TOKENS` tokens spread over all batches.
+    """Measure the modules at `paths` in the model as it is, on a part spread over all batches.
 
     Raises:
         UnsupportedError: the model cannot be differentiated.
@@ -95,12 +94,12 @@ def sensitivities(
     """
     found = {path: Sensitivity() for path in paths}
     widths = dict.fromkeys(paths, 0)
-    share = TOKENS / max(1.0, summed_number(survey.tokens))
+    totals = [max(1.0, summed_number(each)) for each in (survey.tokens, survey.examples)]
+    share = max(TOKENS / totals[0], EXAMPLES / totals[1])
     for index, batch in survey:
         number = global_index(index)
         tick()
-        # Spread evenly, whatever the rhythm in which batches are held out; the same ones for any number of processes.
-        if number * GOLDEN % 1 >= share:
+        if not spread(number, share):  # the same batches for any number of processes
             continue
         inputs = model_inputs(model, batch)
         gradients = _gradients(model, paths, inputs, answers, site_generator(0, f"answers.{number}"))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from snnk_peft.calibrating.batches import Batches, Survey, is_held_out, model_inputs, tokens_of
+from snnk_peft.calibrating.batches import Batches, Survey, examples_in, is_held_out, model_inputs, tokens_of
 from snnk_peft.errors import ConfigError
 
 HELD_OUT = 0.4
@@ -23,6 +23,7 @@ class Sample:
         batches: (is it held out?, model inputs).
         middle: the batch of median size of all.
         tokens: in these batches, about.
+        examples: in these batches.
         padding: tokens that stand where a mask leaves them out.
     """
 
@@ -46,6 +47,7 @@ class Sample:
         self.batches = [(is_held_out(number, HELD_OUT), kept[index]) for number, index in enumerate(sorted(chosen))]
 
         self.tokens = sum(tokens_of(batch) for _, batch in self.batches)
+        self.examples = sum(examples_in(batch) for _, batch in self.batches)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         return ((number, batch) for number, (_, batch) in enumerate(self.batches))
