@@ -89,7 +89,7 @@ def test_readme_python_blocks(root, minilm_dir, tmp_path):
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    for expected in ("trainable params", "error before -> after", "LABEL_"):
+    for expected in ("trainable params", "same answer", "LABEL_"):
         assert expected in done.stdout
 
 
