@@ -4,13 +4,14 @@
     python recipes/convert.py recipes/configs/convert/texts.yaml model.name_or_path=path/to/model data.texts=reviews.txt
 
 Feed-forward blocks, attention and pooler become feature maps, as the section `convert` says, or as `plan` finds for a
-budget (convert.budget=2x); `calibrate` fits them to the original on unlabelled texts, `bundle` multiplies them out. If
-the task has labels, original and conversion are scored by them; without a task, a part of the texts is held back and
-tells how often both predict the same. output.dir receives bundle/ (the model with its tokenizer and card, to be loaded
+budget (convert.budget=2x); `calibrate` fits them to the original on unlabelled texts, `bundle` multiplies them out, and
+convert.recover seconds of steps bring the whole nearer to the original. If the task has labels, original and conversion
+are scored by them; texts alone are `snnk_peft.convert`, of any model of texts, and 15% of them tell how near the
+answers of both are. output.dir receives bundle/ (the model with its tokenizer and card, to be loaded
 like any other), metrics.json, and what was planned and fitted: plan.json, calibration.json and their plots.
 
-train.epochs=1 trains the conversion for an epoch to predict as the original does (train.logits, train.layers), and,
-where there are labels, as they say (train.labels). Ctrl-C and SIGTERM save first; `--resume` continues.
+With a task, train.epochs=1 trains the conversion for an epoch to predict as the original does (train.logits,
+train.layers), and as the labels say (train.labels). Ctrl-C and SIGTERM save first; `--resume` continues.
 
 Settings are `section.key=value`; `--help` lists them.
 """

@@ -30,6 +30,7 @@ HELD_OUT, MOST_HELD_OUT = 0.15, 1000  # of all examples, and so many at most
 SIZE = 32  # examples per batch
 LEAST = 8  # batches, if there are examples for them: whole batches are held out from the fit
 TEXTS, IMAGES = 2500, 640  # examples that are read, unless it is said how many
+ANSWERS = 1 << 25  # logits of a batch, at most: those of a model of language are a vocabulary per token
 LONG = 512  # tokens of a text, where neither model nor tokenizer says how many
 EXPECTED = (
     "expected a list of texts or pairs, a file of them (.txt, .csv, .tsv, .jsonl, .parquet), a datasets.Dataset, "
@@ -100,12 +101,19 @@ def examples_of(
         made = [_of_images(items, door, part, size) for part in parts]
     else:
         tokens = _tokens([items[index] for index in chosen], door, max_length)
+        size = min(size, max(1, ANSWERS // (_words(door.model) * max(tokens.lengths))))
         places = range(held, len(chosen)), range(held)
         made = [
             [tokens.batch(batch) for batch in batches_by_length(tokens.lengths, part, _size(len(part), size))]
             for part in places
         ]
     return Examples(made[0], made[1], kind)
+
+
+def _words(model: Any) -> int:
+    """Answers per token of a model of language, 1 of others."""
+    head = model.get_output_embeddings()
+    return 1 if head is None else int(head.weight.shape[0])
 
 
 def _size(count: int, size: int) -> int:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast, ViTImageProcessorPil
 
 from snnk_peft import FFNPart, NarrowFFNPart, convert
+from snnk_peft.converting import examples
 from snnk_peft.converting.door import Opened
 from snnk_peft.converting.examples import examples_of
 from snnk_peft.errors import ConfigError
@@ -199,6 +200,14 @@ def test_pairs(kind: str, tmp_path: Path) -> None:
     assert same_examples(examples_of(data, opened, ["premise", "hypothesis"], None, None, 0), expected)
     longest = max(len(tokenizer()(*each)["input_ids"]) for each in zip(first, second, strict=True))
     assert max(batch["input_ids"].shape[1] for batch in expected.fitted) == min(16, longest)
+
+
+def test_models_of_language_answer_few_texts_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a batch, a vocabulary for each token, are bounded."""
+    monkeypatch.setattr(examples, "ANSWERS", 50 * 12 * 2)
+    for head, most in (("GPT2LMHeadModel", 2), ("GPT2Model", 5)):
+        found = examples_of(texts(), door(build("gpt2", head), tokenizer()), None, None, None, 0)
+        assert max(len(batch["input_ids"]) for batch in found.fitted) == most
 
 
 def test_a_folder_that_is_saved_and_loaded(tmp_path: Path) -> None:

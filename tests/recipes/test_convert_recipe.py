@@ -314,6 +314,9 @@ def test_settings_faults() -> None:
         (["task=digits", "data.texts=x.txt"], "are no texts"),
         (["task=rte", "train.epochs=1", "train.logits=0"], "expected a weight above 0"),
         (["task=rte", "convert.ffn=null"], "no part given"),
+        (["data.texts=x.txt", "train.epochs=1"], "by convert.recover=SECONDS"),
+        (["task=rte", "convert.quality=0.9"], "expected data.texts alone"),
+        (["data.texts=x.txt", "convert.quality=0.9", "convert.budget=2x"], "expected one of them"),
         (["data.texts=x.txt", "data.splits=[test]"], "there is no task"),
     ):
         with pytest.raises(ConfigError, match=fault):
