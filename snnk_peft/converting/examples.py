@@ -223,6 +223,8 @@ def _tokens(texts: Sequence[Any], door: Opened, max_length: int | None) -> Token
     room = text_room(model.config)
     said = [door.max_length, getattr(reader, "model_max_length", None), room]
     longest = max_length or min([each for each in said if each is not None] + [LONG])
+    if door.max_length is not None:  # what is longer, it cuts
+        longest = min(longest, door.max_length)
     if room is not None and longest > room:
         raise ConfigError(f"max_length is {longest}; {type(model).__name__} has positions for {room} tokens")
     if isinstance(texts[0], tuple):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import json
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import BertTokenizer
+from typer.testing import CliRunner
 
+from snnk_cli.app import app
 from snnk_peft import FFNPart, NarrowFFNPart, SNNKConfig, bundle, calibrate, convert, get_snnk_model
 from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.converting.sentence_encoders import SentenceEncoder, is_sentence_encoder
@@ -182,6 +185,24 @@ def test_an_encoder_alone_is_judged_by_the_pooling_that_is_given(bert, pooling):
     vectors = [torch.from_numpy(model.encode(texts)) for model in (first, second)]
     truth = torch.cosine_similarity(*vectors).mean()
     assert done.report.figures["cosine"] == pytest.approx(float(truth), abs=1e-5)
+
+
+def test_the_command_takes_the_folder_of_one(bert, tmp_path):
+    sentence_transformer(bert, "cls", modules.Normalize()).save_pretrained(str(tmp_path / "in"))
+    (tmp_path / "texts.txt").write_text("\n".join(TEXTS))
+    options = {"--texts": tmp_path / "texts.txt", "--output": tmp_path / "run"}
+    given = [str(tmp_path / "in"), *(str(word) for pair in options.items() for word in pair)]
+    given += ["convert.ffn.num_features=8", "convert.batch_size=4", "convert.recover=0"]
+    done = CliRunner().invoke(app, ["convert", *given])
+    assert done.exit_code == 0, done.output
+    again = library.SentenceTransformer(str(tmp_path / "run/bundle"), device="cpu")
+    assert type(again[0].model).__name__ == "SnnkBertModel"
+    assert again[1].pooling_mode == "cls"
+    figures = json.loads((tmp_path / "run/metrics.json").read_text())
+    held = [TEXTS[index] for index in drawn(len(TEXTS), 100, 0)[: figures["examples"]["held_out"]]]
+    original = library.SentenceTransformer(str(tmp_path / "in"), device="cpu")
+    before, after = (torch.from_numpy(each.encode(held)) for each in (original, again))
+    assert figures["score"] == pytest.approx(float((before * after).sum(-1).mean()), abs=1e-5)
 
 
 def test_a_sentence_transformer_has_its_own_tokenizer_and_pooling(bert):
