@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from snnk_cli.timing import operations
 from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, bundle, calibrate, get_snnk_model
 from snnk_peft.attention import RecurrentCache
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -486,3 +488,12 @@ def test_encoders_are_not_cut():
 def test_bad_lengths_are_told():
     with pytest.raises(ConfigError, match="fitted_length is 0"):
         get_snnk_model(llama(), SNNKConfig(attention=AttentionPart("mixture", "centroids", fitted_length=0)))
+
+
+@pytest.mark.parametrize(("component", "projection", "count", "apart"), [MAPS[0], MAPS[-1]])
+def test_both_directions_are_one_batch(component, projection, count, apart):
+    """Half as many operations: an exported graph takes its time from their number."""
+    kernel, given = kernel_of(component, projection, count, apart), tensors()
+    with torch.no_grad():
+        both, one = (operations(partial(kernel, *given, causal=causal)).total() for causal in (False, True))
+    assert both < 1.25 * one  # one by one: 1.4 times as many and more
