@@ -21,6 +21,7 @@ from snnk_peft.converting.examples import examples_of
 from snnk_peft.converting.opened import opened
 from snnk_peft.converting.pipeline import Pipeline
 from snnk_peft.converting.report import main_figure
+from snnk_peft.converting.sentence_encoders import is_sentence_encoder
 from snnk_peft.errors import ConfigError
 
 
@@ -61,7 +62,8 @@ def convert_texts(config: ConvertConfig, resume: bool, overwrite: bool) -> None:
 def stages_of(config: ConvertConfig) -> tuple[Opened, Pipeline]:
     """The model and its texts, read, and what will be done with them."""
     data, settings = config.data, config.convert
-    door = opened(resolve_model(config.model.name_or_path))
+    given = config.model.name_or_path
+    door = opened(given if is_sentence_encoder(given) else resolve_model(given))
     names = [data.text or "text", *([data.text_pair] if data.text_pair is not None else [])]
     file = Path(str(data.texts)).expanduser()
     examples = examples_of(

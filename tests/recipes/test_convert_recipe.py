@@ -166,6 +166,24 @@ def test_an_encoder_without_head(world: Path, tmp_path: Path) -> None:
     assert figures["score"] == pytest.approx(torch.cosine_similarity(*vectors, dim=-1).mean().item(), abs=1e-4)
 
 
+def test_a_sentence_transformer(world: Path, tmp_path: Path) -> None:
+    """In and out; compared are the vectors of `encode`."""
+    library = pytest.importorskip("sentence_transformers", reason="pip install 'snnk-peft[embeddings]'")
+    first = library.base.modules.Transformer(str(world / "bert"), max_seq_length=32)
+    pooling = library.sentence_transformer.modules.Pooling(first.get_embedding_dimension(), "cls")
+    library.SentenceTransformer(modules=[first, pooling], device="cpu").save_pretrained(str(tmp_path / "st"))
+    rows = TASKS["rte"].load(world / "glue")["train"]
+    texts, out = tmp_path / "texts.txt", tmp_path / "run"
+    texts.write_text("\n".join(rows["sentence2"]))
+    assert convert.main(settings(world, out, f"data.texts={texts}", task=None, model=str(tmp_path / "st"))) == 0
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
+    held = [rows["sentence2"][index] for index in order[:10]]
+    folders = (tmp_path / "st", out / "bundle")
+    models = [library.SentenceTransformer(str(folder), device="cpu") for folder in folders]
+    vectors = [model.encode(held, convert_to_tensor=True) for model in models]
+    assert read(out)["score"] == pytest.approx(torch.cosine_similarity(*vectors, dim=-1).mean().item(), abs=1e-4)
+
+
 def test_numbers_instead_of_classes(world: Path, tmp_path: Path) -> None:
     """STS-B: correlations by the labels; and without labels from a table of pairs."""
     assert convert.main(settings(world, tmp_path / "a", task="stsb")) == 0
