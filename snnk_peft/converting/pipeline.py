@@ -94,6 +94,9 @@ class Pipeline:
         progress: show progress bars.
         planning: further arguments of `plan`.
         fit: further arguments of `calibrate`.
+
+    Attributes:
+        measured: the first plan, of whose measurements later ones are made.
     """
 
     original: Any
@@ -108,17 +111,21 @@ class Pipeline:
     planning: Mapping[str, Any] = field(default_factory=dict)
     fit: Mapping[str, Any] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)
+    measured: Plan | None = None
 
     def run(self, budget: str | float | None) -> Result:
         """Convert for a budget; None converts the parts as they are."""
         return self.finished(self.fitted(budget))
 
     def planned(self, budget: str | float) -> Plan:
-        """Parts and sizes for a budget."""
+        """Parts and sizes for a budget; measured once, for the first one that can be met."""
         how: dict[str, Any] = {"of": self.of, "parts": self.parts, "seed": self.seed, "progress": self.progress}
-        how["pooling"] = self.answers.pooling
+        how |= {"pooling": self.answers.pooling, "check": False}
         with self.stages("plan"):
-            return plan(self.original, self.examples.fitted, budget, **how, **self.planning)
+            if self.measured is not None:
+                return self.measured.at(budget)
+            self.measured = plan(self.original, self.examples.fitted, budget, **how, **self.planning)
+            return self.measured
 
     def fitted(self, budget: str | float | None) -> Fitted:
         """Plan, patch a copy, and fit it."""

@@ -16,7 +16,7 @@ from snnk_peft.calibrating.calibrate import calibrate
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.planning.candidates import Template, replayed, shared_copy
-from snnk_peft.planning.fits import Errors
+from snnk_peft.planning.fits import OPTIONS, Errors
 from snnk_peft.planning.sample import HELD_OUT, Sample
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.solvers.reduce import relative_error
@@ -67,9 +67,8 @@ def joint_error(model: nn.Module, config: SNNKConfig, sample: Sample, answers: A
     batches = [batch for _, batch in sample.batches]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a sample is small, and what is fitted to it is not kept
-        fit = partial(
-            calibrate, patched, batches, held_out=HELD_OUT, refit=False, pooling=answers.pooling, progress=False
-        )
+        given = {"held_out": HELD_OUT, "ridges": OPTIONS.ridges, "pooling": answers.pooling}
+        fit = partial(calibrate, patched, batches, **given, refit=False, progress=False)  # type: ignore[arg-type]
         try:
             fit()
         except UnsupportedError:  # it cannot be differentiated

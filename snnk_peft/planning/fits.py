@@ -24,7 +24,7 @@ from snnk_peft.planning.candidates import Template
 from snnk_peft.planning.sample import Sample
 from snnk_peft.tuner.slot_layer import SlotLayer
 
-OPTIONS = FitOptions(landmarks="greedy", ridges=(1e-5, 1e-4, 1e-3, 1e-2), refit=False, search=20)
+OPTIONS = FitOptions(landmarks="greedy", ridges=(1e-4, 1e-3, 1e-2), refit=False, search=20)
 Errors = dict[tuple[int, "int | None"], float]  # by number of the template and layer
 
 Calls = dict[str, list[tuple[bool, list[Call]]]]

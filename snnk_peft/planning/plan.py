@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ def plan(
     pooling: Pooling = "mean",
     seed: int = 0,
     timings: str | os.PathLike[str] | None = None,
+    check: bool = True,
     progress: bool = True,
 ) -> Plan:
     """Choose parts, layers and sizes that meet a cost budget with the least error.
@@ -86,6 +88,8 @@ def plan(
         seed: of all draws, and of the config.
         timings: a JSON file of measured seconds: read where it knows them, written where it does not. It belongs to a
             machine; delete it to measure again.
+        check: fit all that was chosen to the sample in the end, and tell its error; `convert`, which fits it to all of
+            the data and compares that, leaves it out.
         progress: show a progress bar.
 
     Returns:
@@ -118,7 +122,11 @@ def plan(
     with named_padding(model, sample.padding):
         given = model_inputs(model, sample.middle if inputs is None else checked_one(model, inputs, "inputs"))
         answers = Answers(model, pooling)
-        return _planned(model, sample, answers, given, share, of, parts, seed, timings, tokens, progress)
+        found = _planned(model, sample, answers, given, share, of, parts, seed, timings, tokens, progress)
+        if not check:
+            return found
+        error = joint_error(model, found.config, sample, answers)
+        return replace(found, predicted={**found.predicted, "measured_error": error})
 
 
 def _planned(
@@ -149,9 +157,8 @@ def _planned(
     point, measured = settle(choices, share, measure)
     every = max(1, len(choices.points) // POINTS)
     shown = [p for i, p in enumerate(choices.points) if i % every == 0 or p in (point, choices.points[-1])]
-    config = choices.config(point)
     return Plan(
-        config,
+        choices.config(point),
         of,
         share,
         {
@@ -159,7 +166,6 @@ def _planned(
             "speed_up": 1 / point.cost,
             "error": point.error,
             "measured": measured,
-            "measured_error": joint_error(model, config, sample, answers),
         },
         choices.marked(point),
         [{"cost": each.cost, "error": each.error} for each in shown],

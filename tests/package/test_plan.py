@@ -178,12 +178,16 @@ def test_the_error_of_all_parts_together_is_measured(planned):
     """By `calibrate` on the same batches; what was predicted is of its size."""
     model, found = planned
     patched = get_snnk_model(copy.deepcopy(model), found.config)
-    calibrate(patched, texts(), held_out=HELD_OUT, refit=False, progress=False)
+    calibrate(patched, texts(), held_out=HELD_OUT, ridges=OPTIONS.ridges, refit=False, progress=False)
     held_out = [batch for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)]
     target, other = (torch.cat([m(**batch).logits for batch in held_out]).log_softmax(-1) for m in (model, patched))
     divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
     assert found.predicted["measured_error"] == pytest.approx(divergence.item(), rel=1e-3)
     assert divergence.item() / 2 < found.predicted["error"] < 2 * divergence.item()
+    assert (
+        "measured_error"
+        not in plan(model, texts(), WISH, of="macs", parts=PARTS, check=False, progress=False).predicted
+    )
 
 
 def test_bytes_are_those_of_the_saved_model(tmp_path):
