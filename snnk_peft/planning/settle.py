@@ -57,7 +57,7 @@ def first(points: Sequence[Point], cost: float) -> int:
 
 def check_reach(most: float, share: float, of: str) -> None:
     """ConfigError if not enough is saved by the cheapest candidates of all places, which together save `most`."""
-    if 1 - most > share * (ROOM if of == "latency" else 1):
+    if most <= 0 or 1 - most > share * (ROOM if of == "latency" else 1):
         raise unreachable(1 - most, share, of, "each measured alone")
 
 

@@ -312,6 +312,13 @@ def test_an_unreachable_budget_names_one_that_is_not():
     assert 1 / found.predicted["measured"] >= float(nearest.removesuffix("x")) > 1.4
 
 
+def test_candidates_of_which_none_saves_anything():
+    """However near the budget is to all of the cost."""
+    for of in ("latency", "macs"):
+        with pytest.raises(ConfigError, match=r"saves nothing measurable. Give larger inputs"):
+            plan(bert(), texts(), 0.99, of=of, parts=[FFNPart(num_features=64)], progress=False)
+
+
 def test_every_bad_argument_is_told_at_once():
     with pytest.raises(ConfigError) as refused:
         plan(bert(), texts(), "0.5x", of="time", parts=[], tokens=0)
