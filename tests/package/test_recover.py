@@ -221,3 +221,21 @@ def test_int8_of_both(tmp_path: Any) -> None:
         same = (logits.argmax(-1) == model(**held).logits.argmax(-1)).double().mean().item()
     assert rows["converted, int8"]["agreement"] == same
     assert "original, int8" in str(done.report)
+
+
+def test_small_values_before_large_outputs_move_in_small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in narrower heads: the function is the same, and steps of one size for all would undo it."""
+    original = tiny("bert", "BertModel", initializer_range=0.3)
+    model, data = pair(original)
+    with torch.no_grad():
+        for layer in model.encoder.layer:
+            layer.attention.self.value.weight /= 300
+            layer.attention.self.value.bias /= 300
+            layer.attention.output.dense.weight *= 300
+    start = states(model)
+    found = recover(model, original, data, Answers(original), steps=24, progress=False)
+    model.load_state_dict(start)
+    monkeypatch.setattr(recovering, "share_of_rate", lambda weight: 1.0)
+    alike = recover(model, original, data, Answers(original), steps=24, progress=False)
+    assert found.before == alike.before
+    assert found.after < 0.97 * alike.after
