@@ -16,6 +16,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.planning.result import Plan
 from snnk_peft.saved_folder import whole_file
 
+ENOUGH = 0.98  # of the answers: nothing needs a remedy
 LEAST_COSINE = 0.99
 HARM = 0.05  # error of the last states, of their variance, from which it is worth looking where it arises
 FILE, PICTURE = "conversion.json", "conversion.png"
@@ -147,9 +148,10 @@ def warnings_of(figures: Mapping[str, float], layers: Sequence[Mapping[str, floa
             f"the vectors are at a cosine of {figures['cosine']:.3f} to the original's: make stored ones anew with the "
             "converted model, and do not mix the two. A larger budget, or longer recovery, keeps them nearer"
         )
+    kept = figures.get(main_figure(figures), 0.0)
     added = [now["error"] - before for before, now in zip([0.0, *(x["error"] for x in layers)], layers, strict=False)]
     worst = max(range(len(added)), key=added.__getitem__, default=0)
-    if len(added) > 2 and layers[-1]["error"] > HARM and added[worst] > 0.5 * layers[-1]["error"]:
+    if kept < ENOUGH and len(added) > 2 and layers[-1]["error"] > HARM and added[worst] > 0.5 * layers[-1]["error"]:
         found.append(
             f"most of the error arises in layer {worst}: its states are off by {layers[worst]['error']:.3f} of their "
             "variance, those before by "
