@@ -21,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from snnk_peft.calibrating.answers import Answers
-from snnk_peft.calibrating.batches import Survey, model_inputs, spread
+from snnk_peft.calibrating.batches import Survey, examples_in, model_inputs, spread, tokens_of
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.layers.slots import real_tokens
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.solvers.reduce import global_index, summed, summed_number
 
 TOKENS, EXAMPLES = 16_384, 256  # whose gradients are taken, about; of long examples more tokens
+PIECE = 2048  # tokens of a graph, about
 DENSE = 1536  # dimensions up to which the metric is a full matrix
 MIXED = 0.05  # of the identity, in a metric whose mean eigenvalue is 1
 CLIPPED = 20.0  # times the mean: the most that ‖g‖² counts
@@ -102,9 +103,10 @@ def sensitivities(
         if not spread(number, share):  # the same batches for any number of processes
             continue
         inputs = model_inputs(model, batch)
-        gradients = _gradients(model, paths, inputs, answers, site_generator(0, f"answers.{number}"))
-        for path, runs in gradients.items():
-            rows = torch.cat([real_tokens(each, inputs.get("attention_mask")) for each in runs])
+        generator = site_generator(0, f"answers.{number}")
+        pieces = [_gradients(model, paths, piece, answers, generator) for piece in _pieces(inputs)]
+        for path in paths if all(pieces) else ():
+            rows = torch.cat([rows for run in zip(*(piece[path] for piece in pieces), strict=True) for rows in run])
             if not torch.isfinite(rows).all():
                 raise ValueError(
                     f"batch {index}: gradients at {path} hold NaN or infinity; expected finite numbers. Run the model "
@@ -124,7 +126,8 @@ def _gradients(
     answers: Answers,
     generator: torch.Generator,
 ) -> dict[str, list[Tensor]]:
-    """Gradients of the drawn loss at the outputs of the modules, one for each time that they run."""
+    """Gradients (n, d) of the drawn loss at the outputs of the modules, one tensor for each time that they run; none
+    where the answers are not finite."""
     added: dict[str, list[Tensor]] = {path: [] for path in paths}
     with torch.inference_mode(False), torch.enable_grad(), _adding(paths, added):
         try:
@@ -139,11 +142,25 @@ def _gradients(
                 f"the answers of {type(model).__name__} cannot be differentiated ({error}); calibrate with "
                 'metric="local", which needs no gradients'
             ) from error
-    rest = iter(taken)
+    rest, mask = iter(taken), inputs.get("attention_mask")
     pairs = {path: [(each, next(rest)) for each in runs] for path, runs in added.items()}
     return {
-        path: [torch.zeros_like(zero) if each is None else each for zero, each in runs] for path, runs in pairs.items()
+        path: [real_tokens(torch.zeros_like(zero) if each is None else each, mask).detach() for zero, each in runs]
+        for path, runs in pairs.items()
     }
+
+
+def _pieces(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The examples of a batch a few at a time: a graph holds what all layers give."""
+    examples = examples_in(inputs)
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
+    if examples < 2 or any(len(value) != examples for value in tensors.values()):
+        yield dict(inputs)
+        return
+    tokens = max(1, tokens_of({name: value for name, value in tensors.items() if name != "attention_mask"}))
+    size = max(1, PIECE * examples // tokens)
+    for start in range(0, examples, size):
+        yield {name: value[start : start + size] if name in tensors else value for name, value in inputs.items()}
 
 
 @contextlib.contextmanager

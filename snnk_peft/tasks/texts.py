@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks._rows import Rows, read_table
+
+if TYPE_CHECKING:
+    import torch
 
 Columns = dict[str, list[str]]
 
@@ -61,6 +63,8 @@ def _lines(path: Path, asked_by: str) -> list[str]:
 
 def drawn(count: int, size: int, seed: int) -> list[int]:
     """`size` of the numbers below `count`, all different, in the order of a draw by `seed`; all if there are fewer."""
+    import torch  # here, so that tasks are found without it
+
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].tolist()
 
 
@@ -76,6 +80,8 @@ def padded(values: Sequence[np.ndarray], filler: int = 0, left: bool = False) ->
     filled = np.full((len(values), longest), filler, dtype=np.int64)
     for row, ids in zip(filled, values, strict=True):
         row[longest - len(ids) if left else 0 :][: len(ids)] = ids
+    import torch
+
     return torch.from_numpy(filled)
 
 

@@ -81,6 +81,7 @@ def test_settings_say_what_was_fitted_and_how() -> None:
         "projection_params": {"norms": "chi"},
     }
     expected = {"landmarks": "greedy", "held_out": 0.4, "ridges": [1e-3], "refit": False, "steps": 0}
+    expected["metric"] = "output"
     assert report.settings == {**expected, "batches": 5, "processes": 1}
     assert report.slots[0].divergence_after is None
     assert "KL" not in str(report)
@@ -175,7 +176,8 @@ def split(batches: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.T
     "problem", [{"num_labels": 1}, {"num_labels": 3, "problem_type": "multi_label_classification"}]
 )
 def test_a_regression_in_batches_of_one_errs_as_one_in_larger_batches(problem):
-    """By numpy on outputs of the model with that layer converted, over all held-out rows together."""
+    """By numpy on outputs of the model with that layer converted, over all held-out rows together; what a plan predicts
+    to second order is within a factor of two of it."""
     model, batches = bert(**problem), unpadded(20)
     found = plan(model, batches, 0.9, of="macs", parts=PARTS, progress=False)
     part = FFNPart(num_features=24, layers=[1])
@@ -185,9 +187,8 @@ def test_a_regression_in_batches_of_one_errs_as_one_in_larger_batches(problem):
     with torch.no_grad():
         wanted, given = (each(input_ids=held_out).logits.double().numpy() for each in (model, patched))
     own = next(c for c in found.candidates if (c.layer, c.size) == (1, "24"))
-    assert own.output_error == pytest.approx(
-        ((wanted - given) ** 2).sum() / len(wanted) / wanted.var(0).sum(), rel=1e-3
-    )
+    error = ((wanted - given) ** 2).sum() / len(wanted) / wanted.var(0).sum()
+    assert 0.5 < own.output_error / error < 2
     assert all(0 < c.output_error < 10 for c in found.candidates)
 
 

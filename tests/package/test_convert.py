@@ -19,6 +19,7 @@ from snnk_peft import FFNPart, NarrowFFNPart, convert
 from snnk_peft.converting import examples
 from snnk_peft.converting.door import Opened
 from snnk_peft.converting.examples import examples_of
+from snnk_peft.converting.report import warnings_of
 from snnk_peft.errors import ConfigError
 from tests.package.test_calibration_untouched import Interrupted, everything
 from tests.tiny_families import build
@@ -319,3 +320,13 @@ def test_faults_are_listed_at_once() -> None:
     assert "tokenizer is an int" in str(caught.value)
     with pytest.raises(ConfigError, match="budget is None and no parts"):
         convert(tiny("bert"), texts(), None)
+
+
+def test_the_layer_that_does_the_harm_is_named_where_answers_are_lost():
+    layers = [{"error": each} for each in (0.01, 0.02, 0.4, 0.45)]
+    (found,) = warnings_of({"agreement": 0.9}, layers)
+    assert "layer 2" in found
+    assert warnings_of({"agreement": 0.99}, layers) == []
+    assert warnings_of({"agreement": 0.9}, [{"error": each} for each in (0.1, 0.2, 0.3, 0.4)]) == []
+    (found,) = warnings_of({"cosine": 0.95}, [])
+    assert "make stored ones anew" in found

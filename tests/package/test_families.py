@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import subprocess
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -41,8 +42,9 @@ from snnk_peft import (
 from snnk_peft.bundling.code_file import FILE_NAME
 from snnk_peft.bundling.modules import BundledModel
 from snnk_peft.bundling.report import probe_inputs
-from snnk_peft.calibrating.passes import _slot_calls
+from snnk_peft.calibrating.passes import SlotInputs
 from snnk_peft.errors import UnsupportedError
+from snnk_peft.layers.slots import real_tokens
 from snnk_peft.parts.attention.interface import NAME
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_families import CONFIGS, build, heads, main_head
@@ -319,9 +321,10 @@ def test_inputs_of_later_runs_are_those_of_the_original():
     hook.remove()
     changed = get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4, init="random"), modules_to_save=[])).eval()
     layer = next(m for path, m in changed.named_modules() if path.endswith("albert_layers.0.ffn"))
-    fitter = SimpleNamespace(together=["encoder.albert_layer_groups.0.albert_layers.0.activation"])
-    (_, calls), *_ = _slot_calls(changed, layer, fitter, 3, [(0, inputs)], Bar(), lambda _, given: changed(**given))
-    rows = torch.cat([call.real(call.args[0]) for call in calls])
+    activation = ["encoder.albert_layer_groups.0.albert_layers.0.activation"]
+    fitter = SimpleNamespace(together=activation, rows=real_tokens, calls=False)
+    whole = nullcontext(lambda _, given: changed(**given))
+    ((_, rows),) = SlotInputs(changed, layer, fitter, 3, [(0, inputs)], 0.2, Bar(), lambda: whole)
     keep = inputs["attention_mask"].bool()
     torch.testing.assert_close(rows, torch.cat([x[keep] for x in wanted]))
     assert len(wanted) == 3

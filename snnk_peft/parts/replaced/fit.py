@@ -164,7 +164,7 @@ class ReplacedFitter(Fitter):
 
     def _feature_moments(self) -> Any:
         if self.metric is not None:
-            return SecondMoments(self.layer.stage.out_dim + 2 * self._width)
+            return SecondMoments(self.layer.stage.out_dim + self.layer.out_features + self._width)
         return GramAccumulator(self.layer.stage.out_dim, self.layer.out_features, output_weight=self.output_weight)
 
     def _samples(self) -> tuple[TokenSample, TokenSample] | None:
@@ -184,7 +184,7 @@ class ReplacedFitter(Fitter):
         if self.metric is None:
             moments.update(features, hidden)
         else:
-            moments.update(torch.cat((features, self._behind(hidden), *self._missing(given)), -1), given.weight)
+            moments.update(torch.cat((features, hidden.to(features), *self._missing(given)), -1), given.weight)
 
     def _missing(self, given: Given) -> list[torch.Tensor]:
         if self.metric is None:
@@ -211,56 +211,56 @@ class ReplacedFitter(Fitter):
         if not self.features_are_hidden_units():
             same_everywhere(self.layer)
             return self._refit(*samples)
-        options, rows, target = self.options, self.layer.stage.feature_map.num_features, self._target()
-        units, given = self.layer.out_features, torch.arange(self.given) + self.layer.out_features
-        features = torch.cat((chosen, given.to(chosen)))
+        rows, given = self.layer.stage.feature_map.num_features, torch.arange(self.given) + self.layer.out_features
+        fit = self._judged_fit(train, test, torch.cat((chosen, given.to(chosen))), 0)
+        fit.weight[:, :rows] *= rows**0.5  # the feature map divides by √m
+        return self._take(fit)
+
+    def _judged_fit(
+        self, train: SecondMoments, test: SecondMoments, features: torch.Tensor, start: int
+    ) -> CorrectedFit:
+        """The readout of some coordinates of vectors that hold the hidden units from `start` on."""
+        options, units, target = self.options, self.layer.out_features, self._target(start, len(train.mean))
         metric = torch.eye(len(target.weight)) if self.metric is None else self.metric
         fit = fit_corrected(train, test, features, target, metric, options.ridges, refit=options.refit)
         # The best guess at the hidden units; and of what their contraction gives, what that misses.
         fitted = merged(train, test) if options.refit else train
-        guess = torch.eye(units, len(train.mean)).to(train.mean)
+        guess = nn.functional.pad(torch.eye(units), (start, len(train.mean) - start - units)).to(train.mean)
         weight, bias = readout(fitted, features, guess, fit.ridge)
         assert fit.bias is not None
         assert bias is not None
-        contraction = target.weight[:, :units]
+        contraction = target.weight[:, start : start + units].to(weight)
         weight = weight + self._before(fit.weight - contraction @ weight)
         bias = bias + self._before((fit.bias - contraction @ bias)[:, None]).squeeze(1)
-        weight[:, :rows] *= rows**0.5  # the feature map divides by √m
-        return self._take(fit._replace(weight=weight, bias=bias))
+        return fit._replace(weight=weight, bias=bias)
 
-    def _target(self) -> Target:
-        """W₂ h, and what is missing, of vectors as in `_moments`."""
+    def _target(self, start: int, width: int) -> Target:
+        """W₂ h, and what is missing, of vectors of `width` numbers, with h from `start` on and what is missing last."""
         assert self.output_weight is not None
-        behind = self.layer.out_features + self.given
-        weight = nn.functional.pad(self.output_weight.double(), (0, self.given + self._width))
-        return Target(weight, slice(behind, behind + self._width) if self._width else None)
+        behind = start + self.layer.out_features
+        weight = nn.functional.pad(self.output_weight.double(), (start, width - behind))
+        return Target(weight, slice(width - self._width, width) if self._width else None)
 
     def _before(self, behind: torch.Tensor) -> torch.Tensor:
         """The least numbers at the hidden units (l, n) of which the contraction makes `behind` (o, n)."""
         assert self.output_weight is not None
         weight = self.output_weight.to(behind)
         square = weight @ weight.T
-        square.diagonal().add_(SINGULAR * square.diagonal().max())
+        square.diagonal().add_(SINGULAR * float(square.diagonal().max()) or 1.0)
         return weight.T @ torch.linalg.solve(square, behind)
 
     def _of_features(self, train: Any, test: Any) -> RidgeFit | CorrectedFit:
         options = self.options
         if self.metric is None:
             return self._take(fit_ridge(train, test, options.ridges, refit=options.refit))
-        count, width = self.layer.stage.out_dim, self._width
-        features = torch.arange(count, device=train.mean.device)
-        weight = torch.eye(width, count + 2 * width, dtype=torch.float64).roll(count, 1).to(train.mean.device)
-        target = Target(weight, slice(count + width, count + 2 * width))
-        fit = fit_corrected(train, test, features, target, self.metric, options.ridges, refit=options.refit)
-        assert fit.bias is not None
-        before = self._before(torch.cat((fit.weight, fit.bias[:, None]), 1))
-        return self._take(fit._replace(weight=before[:, :-1], bias=before[:, -1]))
+        count = self.layer.stage.out_dim
+        return self._take(self._judged_fit(train, test, torch.arange(count, device=train.mean.device), count))
 
     def _select_rows(self, moments: SecondMoments) -> torch.Tensor:
         """Choose the landmarks and copy their rows; returns their indices."""
         projection = self.landmarks
         assert projection is not None
-        weight = self._target().at(1.0)
+        weight = self._target(0, len(moments.mean)).at(1.0)
         if self.metric is not None:
             weight = self.metric.to(weight) @ weight
         chosen = choose_landmarks(
