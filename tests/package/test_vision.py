@@ -300,7 +300,7 @@ def test_calibration_measures_behind_the_head_in_use():
     held_out = read[1]  # the one of four where the running count of held_out=0.25 passes a half
     wanted, given = (x @ copied.module.weight.T for x in (held_out, pooler(lambda y: y, held_out)))
     error = (wanted - given).square().sum() / (wanted - wanted.mean(0)).square().sum()
-    (slot,) = calibrate(model, batches, held_out=0.25, progress=False).slots
+    (slot,) = calibrate(model, batches, held_out=0.25, metric="local", progress=False).slots
     assert slot.error_before == pytest.approx(float(error), rel=1e-4)
     assert slot.path == "classifier"
 

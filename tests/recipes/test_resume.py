@@ -152,7 +152,12 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(here: Path, capsys: pytest.Ca
         ("method.adapter.init=paper",),
         ("train.mixed_precision=bf16", "train.gradient_accumulation=2", "train.schedule=linear", "train.epochs=5"),
         # What calibration wrote (landmarks, readouts) does not follow from the settings: the checkpoint has to hold it.
-        ("method.adapter=null", "method.ffn={num_features: 8}", "method.calibrate=true", "method.pooler={init: paper}"),
+        (
+            "method.adapter=null",
+            "method.ffn={num_features: 8}",
+            "method.calibrate=true",
+            "method.pooler={init: paper, num_features: 16}",
+        ),
         # So do rows made of labels.
         (
             "method.adapter={component: relu, projection: informed, num_features: 4}",
