@@ -120,7 +120,7 @@ def choose_landmarks(
     given: int = 0,
     units: int | None = None,
 ) -> Tensor:
-    """Indices of the hidden units to keep, (count,), ascending.
+    """Indices of the hidden units to keep, (count,), the most valuable first: fewer are the first of them.
 
     Args:
         moments: of the hidden units (l,), followed by `given` inputs that the readout has in any case.
@@ -143,7 +143,7 @@ def choose_landmarks(
     weight = output_weight.to(scatter)
     if rule == "importance":
         spread = scatter.diagonal()[:units].clamp_min(0).sqrt()
-        return (spread * weight[:, :units].norm(dim=0)).topk(count).indices.sort().values
+        return (spread * weight[:, :units].norm(dim=0)).topk(count).indices
     start = scatter[:units, :units]
     seen = weight @ scatter[: weight.shape[1], :units]  # column j is what unit j says about the output
     if given:
@@ -156,18 +156,20 @@ def choose_landmarks(
     variance = start.diagonal().clone()
     floor = 1e-10 * variance.max()
     open_units = torch.ones(units, dtype=torch.bool, device=start.device)
+    chosen = []
     for step in range(count):
         gain = torch.where(open_units & (variance > floor), seen.square().sum(0) / variance.clamp_min(floor), -1.0)
         # Units without any variance left are as good as each other: any open one will do.
         best = int(gain.argmax()) if gain.max() > 0 else int(open_units.nonzero()[0])
         open_units[best] = False
+        chosen.append(best)
         if variance[best] > floor:
             scale = variance[best].rsqrt()
             column = (start[:, best] - factor[:, :step] @ factor[best, :step]) * scale
             seen.addr_(seen[:, best] * scale, column, alpha=-1.0)
             factor[:, step] = column
             variance -= column.square()
-    return (~open_units).nonzero().squeeze(1)
+    return torch.tensor(chosen, device=start.device)
 
 
 def fit_landmarks(

@@ -142,7 +142,9 @@ class ReplacedFitter(Fitter):
         for is_test, read in data:
             for part in as_given(read).split(ROWS):
                 self._add(test if is_test else train, part, self.target(part.inputs))
-        return [fitter._closed_form(train, test).error for fitter in alike]
+        largest = max(alike, key=lambda fitter: fitter.layer.stage.feature_map.num_features)
+        order = largest._chosen(train)
+        return [fitter._closed_form(train, test, order=order).error for fitter in alike]
 
     @property
     def chooses_units(self) -> bool:
@@ -204,10 +206,12 @@ class ReplacedFitter(Fitter):
     def _features(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer.stage(x.to(self.layer.A.dtype))
 
-    def _closed_form(self, train: Any, test: Any, *samples: Given) -> RidgeFit | CorrectedFit:
+    def _closed_form(
+        self, train: Any, test: Any, *samples: Given, order: torch.Tensor | None = None
+    ) -> RidgeFit | CorrectedFit:
         if self.landmarks is None:
             return self._of_features(train, test)
-        chosen = self._select_rows(train).to(train.mean.device)
+        chosen = self._select_rows(self._chosen(train) if order is None else order).to(train.mean.device)
         if not self.features_are_hidden_units():
             same_everywhere(self.layer)
             return self._refit(*samples)
@@ -256,21 +260,21 @@ class ReplacedFitter(Fitter):
         count = self.layer.stage.out_dim
         return self._take(self._judged_fit(train, test, torch.arange(count, device=train.mean.device), count))
 
-    def _select_rows(self, moments: SecondMoments) -> torch.Tensor:
-        """Choose the landmarks and copy their rows; returns their indices."""
+    def _chosen(self, moments: SecondMoments) -> torch.Tensor:
+        """The landmarks, the most valuable first."""
         projection = self.landmarks
         assert projection is not None
         weight = self._target(0, len(moments.mean)).at(1.0)
         if self.metric is not None:
             weight = self.metric.to(weight) @ weight
-        chosen = choose_landmarks(
-            moments,
-            weight,
-            projection.num_features,
-            rule=self.options.landmarks,
-            given=self.given,
-            units=self.layer.out_features,
-        )
+        units, rule = self.layer.out_features, self.options.landmarks
+        return choose_landmarks(moments, weight, projection.num_features, rule=rule, given=self.given, units=units)
+
+    def _select_rows(self, order: torch.Tensor) -> torch.Tensor:
+        """Copy the rows of the first landmarks; returns their indices, ascending."""
+        projection = self.landmarks
+        assert projection is not None
+        chosen = order[: projection.num_features]
         importance = torch.zeros(self.layer.out_features, device=chosen.device).index_fill_(0, chosen, 1.0)
         linear = as_linear(self.original)
         assert isinstance(linear, nn.Linear)
