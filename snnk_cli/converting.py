@@ -138,6 +138,7 @@ class Converting(Experiment[ConvertConfig]):
         small.to(stored)
         # What is stored is measured, in full precision, as the original is.
         measured = copy.deepcopy(small).float()
+        best: Mapping[str, Any] = done.best
         models, rows, alone = {"original": self.teacher, "converted": measured}, {}, Alone(done.device)
         logits: dict[str, dict[str, torch.Tensor]] = {}
         for name, model in models.items():
@@ -147,6 +148,8 @@ class Converting(Experiment[ConvertConfig]):
             }
             logits[name] = {split: values[0] for split, values in found.items()}
             scores = task.summarize({split: task.compute(*values) for split, values in found.items()})
+            if name == "converted" and recovery is not None:
+                best = {"score": scores["score"], "metrics": scores}  # of what is stored, not of before the steps
             shown = {key: value for key, value in scores.items() if key.rpartition("/")[2] != "score"}
             rows[name] = {"parameters": _numbers(model), **shown}
         near = {split: _near(self.teacher, *(logits[name][split] for name in models)) for split in done.data.splits}
@@ -156,8 +159,8 @@ class Converting(Experiment[ConvertConfig]):
             rows[name]["milliseconds"] = 1000 * min(values)  # the least disturbed pass
         record = read_json(done.folder / RECORD)
         figures = {
-            "score": done.best["score"],
-            "metrics": done.best["metrics"],
+            "score": best["score"],
+            "metrics": best["metrics"],
             "models": rows,
             "agreement": {"mean": task.summarize(near), "splits": near},
             "speed_up": ratio(seconds["original"], seconds["converted"]),

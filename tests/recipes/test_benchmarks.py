@@ -401,7 +401,7 @@ def test_vectors_of_a_sentence_encoder(tmp_path: Path, output: Path) -> None:
     assert (original["model"], int8["model"]) == ("original", "original int8")
     assert original["cosine"] == pytest.approx(1, abs=1e-5)
     assert original["recall"] == 1
-    assert 0.5 < int8["cosine"] < 1
+    assert 0.5 < int8["cosine"] < 1 + 1e-5
     tokenizer, model = AutoTokenizer.from_pretrained(tmp_path / "bert"), BertModel.from_pretrained(tmp_path / "bert")
     dev = TASKS["stsb"].load(tmp_path / "glue")["validation"]
     with torch.no_grad():

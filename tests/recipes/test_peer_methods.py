@@ -288,7 +288,7 @@ def test_low_rank_part_is_the_svd_whitened_by_the_input_covariance():
     patched = get_snnk_model(
         copy.deepcopy(model), SNNKConfig(parts=[LowRankPart("ffn", rank=3, activation="identity")], modules_to_save=[])
     )
-    calibrate(patched, batches, progress=False)
+    calibrate(patched, batches, metric="local", progress=False)
     path = f"{LAYER}.intermediate.dense"
     x = seen_by(model, path, batches)
     dense = model.get_submodule(path)
