@@ -99,7 +99,7 @@ def test_what_no_answer_depends_on_is_judged_by_its_own_output():
     assert found.weights(0) is None
 
 
-FAMILIES = ["bert", "roberta", "vit", "distilbert", "gpt2", "electra", "deit"]
+FAMILIES = ["bert", "roberta", "vit", "distilbert", "modernbert", "electra", "deit"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -108,15 +108,13 @@ def test_the_sum_that_a_block_enters_is_found(family, dtype):
     """What is added to the FFN's output behind it is the same for the original and for an FFN that gives nothing."""
     from snnk_peft.families import family_of
 
-    try:
-        model = tiny(family)
-    except KeyError:
-        pytest.skip(f"no tiny {family}")
-    model = model.to(dtype)
+    model = tiny(family).to(dtype)
     spec = family_of(model)
     layer = spec.layer_paths(model)[0]
     path, inputs = f"{layer}.{spec.ffn_out}", inputs_for(model)
     inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    with torch.no_grad():  # what random weights add is below the rounding of bf16
+        model.get_submodule(path).weight.mul_(30)
     place = sum_behind(model, path, model.get_submodule(layer), lambda: model(**inputs))
     assert place.module is not model.get_submodule(path)
     residuals = []
@@ -141,7 +139,8 @@ def test_the_sum_that_a_block_enters_is_found(family, dtype):
             hook.remove()
         residuals.append(seen[0].float() - own[0].float())
     assert float(residuals[0].abs().max()) > 0.1  # there is one
-    assert torch.allclose(*residuals, atol=1e-5 if dtype == torch.float32 else 0.05)
+    rounding = 1e-5 if dtype == torch.float32 else 0.02 * float(residuals[0].abs().max())
+    assert torch.allclose(*residuals, rtol=0, atol=rounding)
 
 
 def test_drift_is_made_good_to_rounding():
