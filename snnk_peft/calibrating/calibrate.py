@@ -25,7 +25,7 @@ from snnk_peft.calibrating.answers import Answers, Pooling
 from snnk_peft.calibrating.attention import fit_attention, learned_kernels, loss_of
 from snnk_peft.calibrating.batches import Batches, Survey, model_inputs
 from snnk_peft.calibrating.guards import all_or_nothing, common_faults, evaluating, named_padding, refuse_not_finite
-from snnk_peft.calibrating.passes import Behind, SlotInputs, StoredInputs, execution_order
+from snnk_peft.calibrating.passes import Behind, SlotInputs, execution_order
 from snnk_peft.calibrating.report import (
     AdapterReport,
     CalibrationReport,
@@ -34,6 +34,7 @@ from snnk_peft.calibrating.report import (
     warn_of_poor_attention,
 )
 from snnk_peft.calibrating.sensitivity import sensitivities
+from snnk_peft.calibrating.stored_inputs import StoredInputs
 from snnk_peft.calibrating.streams import Place, originals, stands_in, sum_behind
 from snnk_peft.errors import ConfigError, NumericalError, UnsupportedError
 from snnk_peft.families import family_of

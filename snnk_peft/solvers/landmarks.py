@@ -13,14 +13,11 @@ Two rules for S:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.solvers.reduce import pooled_mean, summed, summed_number
-from snnk_peft.solvers.ridge import DEFAULT_RIDGES, GramAccumulator, RidgeFit, fit_ridge
 
 RULES = ("greedy", "importance")
 ROWS = 512  # vectors that are widened to fp64 together
@@ -170,34 +167,3 @@ def choose_landmarks(
             factor[:, step] = column
             variance -= column.square()
     return torch.tensor(chosen, device=start.device)
-
-
-def fit_landmarks(
-    train: SecondMoments,
-    held_out: SecondMoments,
-    landmarks: Tensor,
-    output_weight: Tensor,
-    *,
-    given: int = 0,
-    ridges: Sequence[float] = DEFAULT_RIDGES,
-    refit: bool = False,
-) -> RidgeFit:
-    """The readout, (l, m + given) and (l,), from kept units to all units, its ridge chosen on held-out tokens.
-
-    Args:
-        train: moments of hidden units (l,) and `given` trailing inputs, which are features too, of the tokens to fit.
-        held_out: the same for other tokens.
-        landmarks: indices of the kept units, (m,).
-        output_weight: W₂ (o, l); errors are measured after it.
-        given: number of trailing coordinates.
-        ridges: candidates, as fractions of the mean variance of the features.
-        refit: fit to all tokens in the end; the error stays the one that was measured before.
-    """
-    units = len(train.mean) - given
-    inputs = torch.arange(units, units + given, device=landmarks.device)
-    features = torch.cat((landmarks, inputs))
-    fitted, other = (
-        GramAccumulator.from_moments(each.count, each.mean, each.scatter, features, units, output_weight)
-        for each in (train, held_out)
-    )
-    return fit_ridge(fitted, other, ridges, refit=refit)

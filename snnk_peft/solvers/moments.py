@@ -232,28 +232,6 @@ class Moments:
         found._rounding = (matrix * rooted if matrix.ndim == 1 else matrix.abs() @ rooted).square()
         return found
 
-    @classmethod
-    def from_moments(
-        cls, count: int, mean: Tensor, scatter: Tensor, features: Tensor, out_dim: int, output_weight: Tensor
-    ) -> Self:
-        """Build an accumulator from moments of vectors, some of whose coordinates are features, the first `out_dim`
-        targets.
-
-        Args:
-            count: number of vectors.
-            mean: (n,).
-            scatter: (n, n), the sum of (v − mean)(v − mean)ᵀ.
-            features: indices of the coordinates that are features, (m,).
-            out_dim: l.
-            output_weight: W₂ (o, l).
-        """
-        found = cls(len(features), out_dim, dtype=scatter.dtype, output_weight=output_weight)
-        weight = output_weight.to(scatter)
-        found.count, found._feature_mean, found._target_mean = count, mean[features], mean[:out_dim].clone()
-        found._gram, found._cross = scatter[features][:, features], scatter[:out_dim, features]
-        found._spread = (weight @ scatter[:out_dim, :out_dim] * weight).sum(1)
-        return found
-
     def reduce(self) -> None:
         """Add the tokens of all other processes; every process calls this, also one without any."""
         total, feature_mean = pooled_mean(self.count, self._feature_mean)

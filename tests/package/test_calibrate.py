@@ -28,9 +28,10 @@ from snnk_peft import (
 from snnk_peft.calibrating.batches import is_held_out
 from snnk_peft.errors import ConfigError
 from snnk_peft.parts.replaced import fit
-from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks, fit_landmarks
+from snnk_peft.solvers.corrected import CorrectedFit, Target, fit_corrected
+from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks
 from snnk_peft.solvers.reduce import ErrorMeter, TokenSample
-from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge
+from snnk_peft.solvers.ridge import DEFAULT_RIDGES, GramAccumulator, fit_ridge
 from tests.elsewhere import check_elsewhere, save_known
 from tests.fresh_process import ROOT, run_python
 from tests.tiny_models import tiny
@@ -102,14 +103,21 @@ def test_moments_refuse_nan_and_keep_what_they_had():
     assert torch.equal(made.scatter, before)
 
 
+def all_units(
+    train: SecondMoments, test: SecondMoments, features: torch.Tensor, output: torch.Tensor, ridges: list[float]
+) -> CorrectedFit:
+    """The readout of all hidden units, the first coordinates, judged behind `output`."""
+    goal = torch.eye(output.shape[1], len(train.mean), dtype=torch.float64)
+    return fit_corrected(train, test, features, Target(goal), output, ridges)
+
+
 @pytest.mark.parametrize("given", [0, 2])
 def test_fit_equals_ridge_on_the_same_tokens(given):
     data, other = hidden_units(400, 9 + given), hidden_units(300, 9 + given, seed=1)
     output = torch.randn(3, 9, dtype=torch.float64)
-    chosen = torch.tensor([1, 4, 6])
     ridge = 1e-3
-    fit = fit_landmarks(moments(data), moments(other), chosen, output, given=given, ridges=[ridge])
     columns = [1, 4, 6, *range(9, 9 + given)]
+    fit = all_units(moments(data), moments(other), torch.tensor(columns), output, [ridge])
     features = data[:, columns]
     scale = features.var(0, correction=0).mean() * len(data)
     peer = Ridge(alpha=float(ridge * scale)).fit(features.numpy(), data[:, :9].numpy())
@@ -288,9 +296,8 @@ def test_streaming_is_one_shot(sizes):
     at_once.update(hidden)
     chosen = choose_landmarks(streamed, output, 7)
     assert torch.equal(chosen, choose_landmarks(at_once, output, 7))
-    for each, other in zip(
-        fit_landmarks(streamed, streamed, chosen, output), fit_landmarks(at_once, at_once, chosen, output), strict=True
-    ):
+    fits = [all_units(each, each, chosen, output, list(DEFAULT_RIDGES)) for each in (streamed, at_once)]
+    for each, other in zip(*fits, strict=True):
         torch.testing.assert_close(each, other, rtol=1e-10, atol=1e-10)
     whole = GramAccumulator(5, 23, output_weight=output)
     whole.update(features, hidden)

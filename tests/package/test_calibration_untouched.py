@@ -36,7 +36,7 @@ from snnk_peft import (
 from snnk_peft.bundling.report import probe_inputs
 from snnk_peft.calibrating.attention import fit_attention
 from snnk_peft.calibrating.guards import all_or_nothing
-from snnk_peft.calibrating.passes import StoredInputs
+from snnk_peft.calibrating.stored_inputs import StoredInputs
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.families import FAMILIES
 from snnk_peft.layers.slots import Fitter
@@ -466,7 +466,7 @@ def test_a_full_disk_costs_time_only(monkeypatch):
     def fail(*args):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("snnk_peft.calibrating.passes.save_file", fail)
+    monkeypatch.setattr("snnk_peft.calibrating.stored_inputs.save_file", fail)
     with pytest.warns(RuntimeWarning, match="No space left.*Set TMPDIR") as warned:
         short, few = calibrated(model, config, batches, monkeypatch, full=False)
     assert len([each for each in warned if "TMPDIR" in str(each.message)]) == 1
