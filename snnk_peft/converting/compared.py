@@ -13,7 +13,6 @@ from torch import nn
 from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.calibrating.batches import model_inputs
 from snnk_peft.converting.timing import side_by_side
-from snnk_peft.planning.costs import stored_bytes
 from snnk_peft.planning.timing import clock
 
 
@@ -89,10 +88,13 @@ def seconds(runs: Mapping[str, Callable[..., Any]], model: nn.Module, batch: Map
     return side_by_side({name: partial(run, **inputs) for name, run in runs.items()}, clock(model))
 
 
-def size(model: nn.Module) -> dict[str, int]:
-    """Parameters (rows of feature maps, which are buffers, among them) and bytes of the saved model."""
+def size(model: nn.Module, stored: torch.dtype) -> dict[str, int]:
+    """Parameters (rows of feature maps, which are buffers, among them) and bytes of the model saved in a precision."""
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()}
+    saved = {id(each): each for each in model.state_dict(keep_vars=True).values()}
     return {
         "parameters": sum(each.numel() for each in tensors.values()),
-        "bytes": int(stored_bytes(model, ()).whole),
+        "bytes": sum(
+            each.numel() * (stored if each.is_floating_point() else each.dtype).itemsize for each in saved.values()
+        ),
     }

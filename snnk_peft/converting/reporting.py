@@ -25,7 +25,10 @@ def report_of(pipeline: Pipeline, result: Result, folder: Path | None, settings:
     original, held_out = pipeline.original, pipeline.examples.held_out
     batch = max(held_out, key=lambda each: next(iter(each.values())).numel())
     runs: dict[str, Callable[..., Any]] = {"original": original, "converted": result.model}
-    rows: dict[str, dict[str, float]] = {name: dict(size(model)) for name, model in runs.items()}  # type: ignore[arg-type]
+    rows: dict[str, dict[str, float]] = {
+        name: dict(size(model, pipeline.stored))  # type: ignore[arg-type]
+        for name, model in runs.items()
+    }
     rows["converted"] |= result.figures
     if folder is not None:
         for name, model in list(runs.items()):

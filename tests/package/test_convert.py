@@ -134,11 +134,20 @@ def test_states_behind_each_layer() -> None:
         assert layer["psnr"] == pytest.approx(20 * math.log10(peak) - 10 * math.log10(float((a - b).square().mean())))
 
 
-def test_half_precision_stays() -> None:
-    model = trained(tiny("bert")).to(torch.bfloat16)
-    done = converted(model, batches(model))
-    assert {each.dtype for each in done.model.parameters()} == {torch.bfloat16}
-    assert done.model.bundle_report.dtype == "bfloat16"
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_stored_and_full_precision_computed(dtype: torch.dtype) -> None:
+    model = trained(tiny("bert"))
+    data = batches(model.to(dtype))
+    done = converted(model, data, 0.9, of="macs", parts=[NarrowFFNPart(num_features=2)])
+    assert {each.dtype for each in (*done.model.parameters(), *model.parameters())} == {dtype}
+    assert done.model.bundle_report.dtype == str(dtype).removeprefix("torch.")
+    assert done.report.plan.settings["dtype"] == "float32"
+    assert done.report.figures["bytes"] == sum(each.nbytes for each in done.model.state_dict().values())
+    with torch.no_grad():  # the figures are those of what is stored, on the batch that was held out
+        ours, theirs = (each.float()(**data[4]).logits.log_softmax(-1) for each in (done.model, model))
+    divergence = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    assert done.report.figures["divergence"] == pytest.approx(float(divergence), rel=0.02)
+    assert divergence > 1e-6  # a hundred times what float32 rounds
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
