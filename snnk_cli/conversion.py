@@ -88,7 +88,7 @@ def of_task(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator: 
     shares = _shares(data, config, world)[accelerator.process_index :: world]
     batches = [data.train.batch(indices, accelerator.device) for indices in shares]
     made = pipeline_of(config, teacher, Examples(batches, [], "batches"))
-    made.planning = {"inputs": timed_inputs(data, config, accelerator.device)}
+    made.inputs = timed_inputs(data, config, accelerator.device)
     return made
 
 

@@ -110,26 +110,29 @@ class SlotInputs:
         self.batches, self.held_out, self.bar, self.start = batches, held_out, bar, start
         self.weights, self.behind = weights, behind
         self.at: int | None = None
+        self._reads = 0
 
     def __iter__(self) -> Iterator[tuple[bool, Any]]:
         self.at = 0
+        behind = self.behind if self._reads >= self.fitter.missing_from else None
+        self._reads += 1
         caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
         def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if len(caught) == self.runs:
                 return
             caught.append((args, kwargs))
-            if len(caught) == self.runs and self.behind is None:
+            if len(caught) == self.runs and behind is None:
                 raise _Reached
 
         with contextlib.ExitStack() as passes:
             run = passes.enter_context(self.start())
-            whole = None if self.behind is None else passes.enter_context(self.behind.start())
+            whole = None if behind is None else passes.enter_context(behind.start())
             passes.enter_context(self.layer.register_forward_pre_hook(catch, with_kwargs=True))
             for index, batch in self.batches:
                 self.at = index
                 inputs = model_inputs(self.model, batch)
-                behind = self._run(run, index, inputs)
+                sums = self._run(run, index, inputs, behind)
                 if len(caught) < self.runs:
                     raise ConfigError(
                         f"batch {index} runs it {len(caught)} times, and batch 0 {self.runs} times; expected batches "
@@ -145,7 +148,7 @@ class SlotInputs:
                 given: Any = calls if self.fitter.calls else rows
                 if self.weights is not None:
                     weight = self.weights(index)
-                    missing = None if whole is None else self._original(whole, index, inputs) - behind
+                    missing = None if whole is None else self._original(whole, index, inputs) - sums
                     given = Given(given, weight, missing)
                 caught.clear()
                 yield is_held_out(index, self.held_out), given
@@ -153,7 +156,7 @@ class SlotInputs:
                 self.at = index + 1
         self.at = None
 
-    def _run(self, run: Run, index: int, inputs: Mapping[str, Any]) -> Any:
+    def _run(self, run: Run, index: int, inputs: Mapping[str, Any], behind: Behind | None) -> Any:
         """Run the converted model up to the slot, or to the sum behind it, which is returned (n, out)."""
         seen: list[torch.Tensor] = []
         with (
@@ -162,11 +165,11 @@ class SlotInputs:
             contextlib.ExitStack() as inside,
             contextlib.suppress(_Reached, Found),
         ):
-            if self.behind is not None:
-                inside.enter_context(originals(self.behind.converted))
-                inside.enter_context(reading(self.behind.place, seen))
+            if behind is not None:
+                inside.enter_context(originals(behind.converted))
+                inside.enter_context(reading(behind.place, seen))
             run(index, inputs)
-        return None if self.behind is None else self._rows(seen, inputs)
+        return None if behind is None else self._rows(seen, inputs)
 
     def _original(self, run: Run, index: int, inputs: Mapping[str, Any]) -> Any:
         """The same sum in the original."""

@@ -129,19 +129,13 @@ def _gradients(
     """Gradients (n, d) of the drawn loss at the outputs of the modules, one tensor for each time that they run; none
     where the answers are not finite."""
     added: dict[str, list[Tensor]] = {path: [] for path in paths}
-    with torch.inference_mode(False), torch.enable_grad(), _adding(paths, added):
-        try:
-            read = answers.read(model(**inputs), inputs)
-            if not all(bool(each.isfinite().all()) for each in read.values()):
-                return {}  # the fit that comes will say where that begins
-            loss = answers.drawn_loss(read, generator)
-            flat = [each for runs in added.values() for each in runs]
-            taken = torch.autograd.grad(loss, flat, allow_unused=True) if loss.requires_grad else [None] * len(flat)
-        except (RuntimeError, NotImplementedError) as error:
-            raise UnsupportedError(
-                f"the answers of {type(model).__name__} cannot be differentiated ({error}); calibrate with "
-                'metric="local", which needs no gradients'
-            ) from error
+    with differentiating(model), adding(paths, added):
+        read = answers.read(model(**inputs), inputs)
+        if not all(bool(each.isfinite().all()) for each in read.values()):
+            return {}  # the fit that comes will say where that begins
+        loss = answers.drawn_loss(read, generator)
+        flat = [each for runs in added.values() for each in runs]
+        taken = torch.autograd.grad(loss, flat, allow_unused=True) if loss.requires_grad else [None] * len(flat)
     rest, mask = iter(taken), inputs.get("attention_mask")
     pairs = {path: [(each, next(rest)) for each in runs] for path, runs in added.items()}
     return {
@@ -164,7 +158,26 @@ def _pieces(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _adding(paths: Mapping[str, nn.Module], added: Mapping[str, list[Tensor]]) -> Iterator[None]:
+def differentiating(model: nn.Module) -> Iterator[None]:
+    """Gradients are taken in this context.
+
+    Raises:
+        UnsupportedError: they cannot be.
+    """
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"the answers of {type(model).__name__} cannot be differentiated ({error}); calibrate with "
+            'metric="local", which needs no gradients'
+        ) from error
+
+
+@contextlib.contextmanager
+def adding(paths: Mapping[str, nn.Module], added: Mapping[str, list[Tensor]]) -> Iterator[None]:
     """Add zeros to the outputs of modules in a context, of which gradients can be taken whatever trains."""
 
     def add(path: str, module: nn.Module, args: Any, output: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from snnk_peft.arguments import folder_of, number_faults, takes_declared
 from snnk_peft.calibrating.answers import POOLINGS, Answers
+from snnk_peft.calibrating.batches import checked_one, model_inputs
 from snnk_peft.converting.door import Opened
 from snnk_peft.converting.examples import examples_of
 from snnk_peft.converting.int8 import FILE
@@ -89,6 +90,7 @@ def convert(
     samples: int | None = None,
     max_length: int | None = None,
     pooling: str | None = None,
+    inputs: Mapping[str, Any] | None = None,
     recover: float = 20.0,
     steps: int | None = None,
     int8: bool = False,
@@ -118,6 +120,8 @@ def convert(
         max_length: tokens per text; None for as many as the model reads, but 512 at most.
         pooling: of an encoder without a head, how token states become a vector: "mean", "first" or "last". A
             SentenceTransformer has its own.
+        inputs: model inputs as they will be served, such as a batch of 32 texts of 64 tokens: their cost counts, and
+            they are timed. None for the batch of median size.
         recover: seconds of steps towards the original's answers and states; 0 for none. What does not bring the
             conversion nearer is not kept.
         steps: so many steps instead of the seconds: the same result on every run.
@@ -166,10 +170,11 @@ def convert(
     of_transformers(door.model, "it cannot be converted")
     with as_usual(door.model):
         door = door._replace(model=shared_copy(door.model))
+        timed = {} if inputs is None else model_inputs(door.model, checked_one(door.model, inputs, "inputs"))
         examples = examples_of(data, door, text, samples, max_length, seed)
         answers = Answers(door.model, door.pooling)
         chosen = None if parts is None else list(parts)
-        pipeline = Pipeline(door.model, examples, answers, of, chosen, recover, steps, seed, progress)
+        pipeline = Pipeline(door.model, examples, answers, of, chosen, recover, steps, seed, progress, timed)
         return converted(door, pipeline, budget, quality, int8, settings)
 
 

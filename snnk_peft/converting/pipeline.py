@@ -23,16 +23,20 @@ from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import shared_copy
 from snnk_peft.planning.plan import plan
 from snnk_peft.planning.result import Plan
+from snnk_peft.planning.sizes import size_of
 from snnk_peft.tuner.get_model import get_snnk_model
 
 HALF = (torch.float16, torch.bfloat16)
-TOKENS, EXAMPLES, BATCHES = 32_000, 400, 10  # that a fit reads, about; all of them at least
+TOKENS, EXAMPLES, BATCHES = 16_000, 200, 10  # that a fit reads, about; of few data all
+PER_UNIT = 40  # tokens for each feature of the largest part; of a part whose size is a share twice `TOKENS`
 
 
-def enough(batches: Sequence[Batch]) -> list[Batch]:
-    """As many of the batches as determine a fit: of 2,500 sentences, those of 1,200 gave the same."""
+def enough(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:
+    """As many of the batches as determine the fits: for "2x" of a MiniLM 600 sentences of 2,500 gave what 1,200 did."""
+    sizes = [found[1] if (found := size_of(part)) and found[1] >= 1 else 2 * TOKENS / PER_UNIT for part in parts]
+    wanted = max(TOKENS, PER_UNIT * max(sizes, default=0))
     totals = sum(map(tokens_of, batches)), sum(map(examples_in, batches))
-    share = max(TOKENS / max(1, totals[0]), EXAMPLES / max(1, totals[1]), BATCHES / max(1, len(batches)))
+    share = max(wanted / max(1, totals[0]), EXAMPLES / max(1, totals[1]), BATCHES / max(1, len(batches)))
     return [batch for number, batch in enumerate(batches) if spread(number, share)]
 
 
@@ -94,7 +98,7 @@ class Pipeline:
         steps: so many instead of the seconds; None for the seconds.
         seed: of all draws.
         progress: show progress bars.
-        planning: further arguments of `plan`.
+        inputs: whose cost a budget is of, and which are timed; empty for the batch of median size.
         fit: further arguments of `calibrate`.
 
     Attributes:
@@ -111,7 +115,7 @@ class Pipeline:
     steps: int | None
     seed: int
     progress: bool
-    planning: Mapping[str, Any] = field(default_factory=dict)
+    inputs: Mapping[str, Any] = field(default_factory=dict)
     fit: Mapping[str, Any] = field(default_factory=dict)
     stages: Stages = field(default_factory=Stages)
     measured: Plan | None = None
@@ -120,6 +124,8 @@ class Pipeline:
         self.stored: torch.dtype = self.original.dtype
         if self.original.device.type == "cpu":
             self.original = self.full()
+        if not self.inputs:
+            self.inputs = sorted(self.examples.fitted, key=tokens_of)[len(self.examples.fitted) // 2]
 
     def run(self, budget: str | float | None) -> Result:
         """Convert for a budget; None converts the parts as they are."""
@@ -128,11 +134,11 @@ class Pipeline:
     def planned(self, budget: str | float) -> Plan:
         """Parts and sizes for a budget; measured once, for the first one that can be met."""
         how: dict[str, Any] = {"of": self.of, "parts": self.parts, "seed": self.seed, "progress": self.progress}
-        how |= {"pooling": self.answers.pooling, "check": False}
+        how |= {"pooling": self.answers.pooling, "inputs": self.inputs, "check": False}
         with self.stages("plan"):
             if self.measured is not None:
                 return self.measured.at(budget)
-            self.measured = plan(self.original, self.examples.fitted, budget, **how, **self.planning)
+            self.measured = plan(self.original, self.examples.fitted, budget, **how)
             return self.measured
 
     def fitted(self, budget: str | float | None) -> Fitted:
@@ -144,7 +150,7 @@ class Pipeline:
         with self.stages("calibrate"):
             patched = get_snnk_model(shared_copy(self.full()), config)
             how: dict[str, Any] = {"pooling": self.answers.pooling, "progress": self.progress}
-            calibration = calibrate(patched, enough(self.examples.fitted), **how, **self.fit)
+            calibration = calibrate(patched, enough(self.examples.fitted, config.parts), **how, **self.fit)
         return Fitted(patched, found, calibration)
 
     def finished(self, fitted: Fitted) -> Result:

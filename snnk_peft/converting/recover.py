@@ -2,9 +2,10 @@
 
 The loss of a batch is the mean distance of its answers (`Answers.distances`: nats of logits, squares of numbers,
 1 − cosine of embeddings); of embeddings also the mean square by which the similarities within the batch are off; and,
-weighted, the mean over layers of the squared error of the states relative to their variance. The learning rate rises
-over the first steps and falls to zero as the time runs out. The weights that are kept are those of least distance on
-batches that were not trained on: an average over the latest steps, or those from before.
+weighted, the mean over layers of the squared error of the states relative to their variance. A batch of texts that was
+trained on before is cut: of each text a run of tokens stays, so that few texts are not learned by heart. The learning
+rate rises over the first steps and falls to zero as the time runs out. The weights that are kept are those of least
+distance on batches that were not trained on: an average over the latest steps, or those from before.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ AVERAGE = 0.9  # of the weights, per step
 RATE, STATES = 1e-4, 10.0
 VECTOR_RATE, VECTOR_STATES = 5e-4, 1.0  # all-MiniLM is nearer after 250 steps than by 1e-3 or by answers alone
 SIMILARITIES = 1.0
+SHORTEST = 3  # tokens that stay of a text, beside the first and the last
 KEPT = 1 << 29  # bytes of the original's answers and states; beyond that they are computed again
 
 
@@ -71,14 +73,48 @@ class Wanted:
         """Answers, and the states behind each layer, of one batch."""
         if number in self.kept:
             return self.kept[number]
-        with torch.no_grad():
-            outputs = self.original(**inputs, output_hidden_states=True)
-            found = self.answers.read(outputs, inputs), list(outputs.get("hidden_states") or ())[1:]
+        found = self.computed(inputs)
         size = sum(each.numel() * each.element_size() for each in (*found[0].values(), *found[1]))
         if size <= self.room:
             self.kept[number] = found
             self.room -= size
         return found
+
+    @torch.no_grad()
+    def computed(self, inputs: Mapping[str, Any]) -> tuple[Rows, list[Tensor]]:
+        """The same of any inputs; nothing is kept."""
+        outputs = self.original(**inputs, output_hidden_states=True)
+        return self.answers.read(outputs, inputs), list(outputs.get("hidden_states") or ())[1:]
+
+
+def cut(inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor] | None:
+    """Of each text its first and last token and a run of those between, drawn; None for what is no text, for pairs,
+    for packed texts and for padding in front.
+
+    Args:
+        inputs: `input_ids`, `attention_mask` and, all 0, `token_type_ids`, each (n, tokens); nothing else.
+        generator: of the draws.
+    """
+    ids, mask, types = (inputs.get(name) for name in ("input_ids", "attention_mask", "token_type_ids"))
+    if ids is None or inputs.keys() - {"input_ids", "attention_mask", "token_type_ids"}:
+        return None
+    mask = torch.ones_like(ids) if mask is None else mask
+    if mask.shape != ids.shape or not mask[:, 0].all() or (types is not None and types.any()):
+        return None
+    inner = (mask.sum(1).cpu() - 2).clamp_min(0)
+    least = inner.clamp_max(SHORTEST)
+    drawn = torch.rand(2, len(ids), generator=generator)
+    length = least + (drawn[0] * (inner - least + 1)).long()
+    start = 1 + (drawn[1] * (inner - length + 1)).long()
+    places = torch.arange(ids.shape[1])
+    kept = (places >= start[:, None]) & (places < (start + length)[:, None])
+    kept |= (places == 0) | ((places == inner[:, None] + 1) & (mask.sum(1).cpu() > 1)[:, None])
+    order = (~kept).long().argsort(dim=1, stable=True)[:, : int(kept.sum(1).max())].to(ids.device)
+    kept = kept.to(ids.device).gather(1, order)
+    found = {"input_ids": ids.gather(1, order), "attention_mask": kept.to(mask.dtype)}
+    if types is not None:
+        found["token_type_ids"] = types.gather(1, order)
+    return found
 
 
 def recover(
@@ -123,7 +159,7 @@ def recover(
     everything: list[Tensor] = [*model.parameters(), *weights]
     asked = [each.requires_grad for each in everything]
     generator, order = torch.Generator().manual_seed(seed), list[int]()
-    check, taken, done = 0, 0, 0.0
+    trained, check, taken, done = set[int](), 0, 0, 0.0
     begun = time.perf_counter()
     bar = tqdm(total=steps or round(seconds), desc="recover", unit="step" if steps else "s", disable=not progress)
     try:
@@ -140,7 +176,12 @@ def recover(
             for group in optimizer.param_groups:
                 group["lr"] = group["rate"] * min(1.0, (taken + 1) / WARM_UP) * (1 - done)
             inputs = model_inputs(model, batches[number := order.pop()])
-            loss = loss_of(model, inputs, *wanted.of(number, inputs), answers)
+            if (shorter := cut(inputs, generator)) is None:
+                loss = loss_of(model, inputs, *wanted.of(number, inputs), answers)
+            else:
+                given = shorter if number in trained else inputs
+                loss = loss_of(model, given, *wanted.computed(given), answers)
+            trained.add(number)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -23,7 +23,6 @@ def report_of(pipeline: Pipeline, result: Result, folder: Path | None, settings:
         settings: that decided it.
     """
     original, held_out = pipeline.original, pipeline.examples.held_out
-    batch = max(held_out, key=lambda each: next(iter(each.values())).numel())
     runs: dict[str, Callable[..., Any]] = {"original": original, "converted": result.model}
     rows: dict[str, dict[str, float]] = {
         name: dict(size(model, pipeline.stored))  # type: ignore[arg-type]
@@ -36,12 +35,12 @@ def report_of(pipeline: Pipeline, result: Result, folder: Path | None, settings:
             runs[f"{name}, int8"] = run = runner(file)
             figures = compared(original, run, held_out, pipeline.answers)[0]
             rows[f"{name}, int8"] = {"parameters": rows[name]["parameters"], "bytes": bytes_of(file), **figures}
-    for name, took in seconds(runs, original, batch).items():
+    for name, took in seconds(runs, original, pipeline.inputs).items():
         rows[name]["milliseconds"] = 1000 * took
     return ConversionReport(
         models=rows,
         examples=pipeline.examples.sizes,
-        timed=" x ".join(map(str, next(iter(batch.values())).shape)),
+        timed=" x ".join(map(str, next(iter((pipeline.inputs).values())).shape)),
         layers=result.layers,
         seconds=pipeline.stages.seconds,
         recovery={} if result.recovery is None else dataclasses.asdict(result.recovery),

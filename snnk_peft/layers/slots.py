@@ -218,11 +218,13 @@ class Fitter:
             reads a `Given` of each batch, and its target is the original's output plus what is `missing`.
         metric: (out, out), root R of the metric of that output: an error δ counts ‖Rδ‖². Set before `fit`; None counts
             what a fitter without `counted` does.
+        missing_from: the first of the reads that looks at what is `missing`, for which the original runs as well.
     """
 
     remark: str | None = None
     counted: str | None = None
     metric: torch.Tensor | None = None
+    missing_from = 0
     reads = 1
     calls = False
     reduces = False

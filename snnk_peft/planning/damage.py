@@ -13,6 +13,7 @@ from torch import nn
 
 from snnk_peft.calibrating.answers import Answers, Comparison, Rows
 from snnk_peft.calibrating.calibrate import calibrate
+from snnk_peft.calibrating.sensitivity import adding, differentiating
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.planning.candidates import Template, replayed, shared_copy
@@ -93,24 +94,27 @@ class _Seen:
     def __init__(
         self, root: Any, layers: Sequence[str], inputs: Mapping[str, Any], answers: Answers, generator: torch.Generator
     ):
+        modules = {path: root.get_submodule(path) for path in layers}
         given: dict[str, list[Any]] = {path: [] for path in layers}
-        added: dict[str, torch.Tensor] = {}
+        added: dict[str, list[torch.Tensor]] = {path: [] for path in layers}
 
-        def keep(path: str, module: nn.Module, args: Any, output: Any) -> Any:
+        def keep(path: str, module: nn.Module, args: Any, output: Any) -> None:
             given[path].append(_detached(output))
-            # Of what is added gradients can be taken, whatever trains.
-            first = _first(output)
-            added[path] = torch.zeros_like(first, requires_grad=True)
-            return first + added[path] if first is output else (first + added[path], *output[1:])
 
         with contextlib.ExitStack() as context:
-            for path in layers:
-                context.enter_context(root.get_submodule(path).register_forward_hook(partial(keep, path)))
+            for path, module in modules.items():
+                context.enter_context(module.register_forward_hook(partial(keep, path)))
+            context.enter_context(adding(modules, added))
             context.enter_context(torch.inference_mode(False))
             context.enter_context(torch.enable_grad())
             answer = root(**inputs)
-            once = all(len(each) == 1 for each in given.values())
-            self.gradients = _gradients(answer, added, inputs, answers, generator) if once else None
+        once = all(len(each) == 1 for each in given.values())
+        self.gradients: dict[str, torch.Tensor | None] | None = None
+        if once:
+            with contextlib.suppress(UnsupportedError), differentiating(root):
+                loss = answers.drawn_loss(answers.read(answer, inputs), generator)
+                taken = torch.autograd.grad(loss, [each[0] for each in added.values()], allow_unused=True)
+                self.gradients = dict(zip(added, taken, strict=True))
         self.outputs = {path: each[0] for path, each in given.items()} if once else {}
         self.answer = _detached(answer)
 
@@ -133,17 +137,6 @@ class _Seen:
             root(**inputs)
         moved = ((found[0] - before).float() * gradient.float()).flatten(1).sum(1)
         return float(moved.double().square().sum())
-
-
-def _gradients(
-    answer: Any, added: Mapping[str, torch.Tensor], inputs: Mapping[str, Any], answers: Answers, generator: Any
-) -> dict[str, torch.Tensor | None] | None:
-    """Of the drawn loss, by what was added; None if there are none."""
-    try:
-        loss = answers.drawn_loss(answers.read(answer, inputs), generator)
-        return dict(zip(added, torch.autograd.grad(loss, list(added.values()), allow_unused=True), strict=True))
-    except (RuntimeError, NotImplementedError):
-        return None
 
 
 class _Scale:

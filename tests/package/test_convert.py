@@ -150,6 +150,18 @@ def test_half_precision_is_stored_and_full_precision_computed(dtype: torch.dtype
     assert divergence > 1e-6  # a hundred times what float32 rounds
 
 
+def test_what_is_served_is_planned_for_and_timed() -> None:
+    model = trained(tiny("bert"))
+    data = batches(model)
+    served = {"input_ids": torch.ones(2, 14, dtype=torch.long)}
+    for inputs, shape in ((served, [2, 14]), (None, [6, 9])):
+        report = converted(model, data, 0.9, of="macs", inputs=inputs).report
+        assert report.plan.settings["inputs"]["input_ids"] == shape
+        assert report.timed == " x ".join(map(str, shape))
+    with pytest.raises(ConfigError, match="inputs"):
+        converted(model, data, 0.9, of="macs", inputs={"input_ids": torch.full((2, 14), 10_000)})
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
@@ -255,7 +267,7 @@ def test_images(tmp_path: Path) -> None:
     model, reader = trained(tiny("vit")), ViTImageProcessorPil(size={"height": 8, "width": 8})
     done = converted(model, tmp_path, tokenizer=reader)
     assert done.report.examples == {"fitted": 17, "held_out": 3}
-    assert done.report.timed == "1 x 3 x 8 x 8"
+    assert done.report.timed == "2 x 3 x 8 x 8"
     by_name = [pictures[number] for number in (*range(0, 20, 2), *range(1, 20, 2))]
     opened = door(model, reader)
     assert same_examples(*(examples_of(data, opened, None, None, None, 0) for data in (by_name, tmp_path)))

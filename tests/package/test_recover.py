@@ -13,7 +13,7 @@ from snnk_peft.calibrating.answers import Answers
 from snnk_peft.converting import recover as recovering
 from snnk_peft.converting.pipeline import Result
 from snnk_peft.converting.quality import smallest
-from snnk_peft.converting.recover import loss_of, recover, state_error, trained_weights
+from snnk_peft.converting.recover import cut, loss_of, recover, state_error, trained_weights
 from snnk_peft.errors import ConfigError
 from snnk_peft.planning.result import Plan
 from tests.package.test_convert import batches
@@ -107,6 +107,70 @@ def test_interrupted_the_weights_are_those_of_before() -> None:
     with pytest.raises(KeyboardInterrupt):
         recover(model, original, data, Answers(original), steps=20, progress=False)
     assert equal(states(model), before)
+
+
+@pytest.mark.parametrize("types", [True, False])
+def test_texts_are_cut(types: bool) -> None:
+    """First token, a run of the others of three tokens at least, last token; short texts stay, padding is masked."""
+    texts = [[1, *range(10, 19), 2], [1, 30, 31, 32, 33, 2], [1, 40, 41, 2], [1, 2], [7]]
+    ids = torch.tensor([each + [0] * (11 - len(each)) for each in texts])
+    inputs = {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    if types:
+        inputs["token_type_ids"] = torch.zeros_like(ids)
+    generator, lengths, starts = torch.Generator().manual_seed(0), set[int](), set[int]()
+    for _ in range(200):
+        found = cut(inputs, generator)
+        assert found is not None
+        assert found.keys() == inputs.keys()
+        assert {each.shape for each in found.values()} == {(5, int(found["attention_mask"].sum(1).max()))}
+        rows = [row[mask.bool()].tolist() for row, mask in zip(*list(found.values())[:2], strict=True)]
+        assert rows[2:] == texts[2:]
+        for row, text in zip(rows[:2], texts[:2], strict=True):
+            assert (row[0], row[-1]) == (1, 2)
+            assert len(row) >= 5
+            assert row[1:-1] == list(range(row[1], row[-2] + 1))
+            assert set(row) <= set(text)
+        lengths.add(len(rows[0]))
+        starts.add(rows[0][1])
+    assert lengths == set(range(5, 12))
+    assert starts == set(range(10, 17))
+
+
+def test_what_is_not_cut() -> None:
+    ids, ones = torch.full((2, 6), 3), torch.ones(2, 6, dtype=torch.long)
+    left, pair = ones.clone(), ones.clone()
+    left[0, 0] = 0
+    pair[:, :3] = 0
+    generator = torch.Generator()
+    for inputs in (
+        {"pixel_values": torch.zeros(2, 3, 4, 4)},
+        {"input_ids": ids, "attention_mask": left},
+        {"input_ids": ids, "attention_mask": ones[:, None, None, :]},
+        {"input_ids": ids, "attention_mask": ones, "token_type_ids": pair},
+        {"input_ids": ids, "position_ids": ones},
+    ):
+        assert cut(inputs, generator) is None
+    assert cut({"input_ids": ids}, generator) is not None
+
+
+def test_a_batch_is_cut_from_the_second_time_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = trained(tiny("bert"))
+    model, data = pair(original)
+    sizes: list[int] = []
+    watched = loss_of
+
+    def watch(model: Any, inputs: Any, *given: Any) -> torch.Tensor:
+        sizes.append(int(inputs["attention_mask"].sum()))
+        with torch.no_grad():  # the answers belong to what is read
+            torch.testing.assert_close(given[0]["logits"], original(**inputs).logits)
+        return watched(model, inputs, *given)
+
+    monkeypatch.setattr(recovering, "loss_of", watch)
+    fitted = len(data) - 2
+    recover(model, original, data, Answers(original), steps=3 * fitted, progress=False)
+    whole = int(data[0]["attention_mask"].sum())
+    assert sizes[:fitted] == [whole] * fitted
+    assert all(size < whole for size in sizes[fitted:])
 
 
 def test_seconds_end_it() -> None:
@@ -233,9 +297,9 @@ def test_small_values_before_large_outputs_move_in_small_steps(monkeypatch: pyte
             layer.attention.self.value.bias /= 300
             layer.attention.output.dense.weight *= 300
     start = states(model)
-    found = recover(model, original, data, Answers(original), steps=24, progress=False)
+    found = recover(model, original, data, Answers(original), steps=14, progress=False)
     model.load_state_dict(start)
     monkeypatch.setattr(recovering, "share_of_rate", lambda weight: 1.0)
-    alike = recover(model, original, data, Answers(original), steps=24, progress=False)
+    alike = recover(model, original, data, Answers(original), steps=14, progress=False)
     assert found.before == alike.before
     assert found.after < 0.97 * alike.after

@@ -171,6 +171,7 @@ class HeadsFitter(Fitter):
     """
 
     reads, calls, reduces = 2, True, True
+    missing_from = 1
 
     def __init__(self, slot: FittedHeads, place: FitPlace, options: FitOptions):
         self.slot, self.block, self.options, self.together = slot, place.original, options, slot.paths
