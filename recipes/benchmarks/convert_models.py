@@ -11,6 +11,7 @@
     embeddings  a sentence encoder: its vectors, their similarities and neighbours
     peers       other ways to make a BERT smaller, at equal latency
     curve       agreement over latency: conversions and their peers, each in fp32 and int8
+    sizes       seconds and memory of `convert`, from MiniLM to RoBERTa-large
 
 Figures go to results/convert_NAME.
 """
@@ -24,7 +25,7 @@ from importlib import import_module
 from _bench import parser
 from transformers import logging
 
-NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "embeddings", "peers", "curve")
+NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "embeddings", "peers", "curve", "sizes")
 
 
 def main() -> None:

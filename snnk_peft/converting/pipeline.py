@@ -18,7 +18,7 @@ from snnk_peft.calibrating.report import AdapterReport, CalibrationReport
 from snnk_peft.config import SNNKConfig
 from snnk_peft.converting.compared import compared
 from snnk_peft.converting.examples import Examples
-from snnk_peft.converting.recover import Recovery, recover
+from snnk_peft.converting.recover import Recovery, judging, recover
 from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import shared_copy
 from snnk_peft.planning.plan import plan
@@ -28,6 +28,7 @@ from snnk_peft.tuner.get_model import get_snnk_model
 
 HALF = (torch.float16, torch.bfloat16)
 TOKENS, EXAMPLES, BATCHES = 16_000, 200, 10  # that a fit reads, about; of few data all
+FEW = 16  # batches; below that all are fitted
 PER_UNIT = 40  # tokens for each feature of the largest part; of a part whose size is a share twice `TOKENS`
 
 
@@ -150,8 +151,16 @@ class Pipeline:
         with self.stages("calibrate"):
             patched = get_snnk_model(shared_copy(self.full()), config)
             how: dict[str, Any] = {"pooling": self.answers.pooling, "progress": self.progress}
-            calibration = calibrate(patched, enough(self.examples.fitted, config.parts), **how, **self.fit)
+            calibration = calibrate(patched, enough(self.to_fit(), config.parts), **how, **self.fit)
         return Fitted(patched, found, calibration)
+
+    def to_fit(self) -> Sequence[Batch]:
+        """All batches but those by which the steps behind are judged; all if there are few."""
+        batches = self.examples.fitted
+        if not (self.recover or self.steps) or len(batches) < FEW:
+            return batches
+        held = judging(len(batches))
+        return [batch for number, batch in enumerate(batches) if number not in held]
 
     def finished(self, fitted: Fitted) -> Result:
         """Bundle, recover, and compare on what was held out, rounded as it will be stored."""

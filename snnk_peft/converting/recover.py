@@ -117,6 +117,11 @@ def cut(inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tens
     return found
 
 
+def judging(count: int) -> list[int]:
+    """Numbers of the batches, of so many, that choose the weights."""
+    return [number for number in range(count) if is_held_out(number, HELD_OUT)] or [count - 1]
+
+
 def recover(
     model: nn.Module,
     original: nn.Module,
@@ -141,7 +146,7 @@ def recover(
         progress: show a progress bar.
     """
     started = time.perf_counter()
-    held = [number for number in range(len(batches)) if is_held_out(number, HELD_OUT)] or [len(batches) - 1]
+    held = judging(len(batches))
     fitted = [number for number in range(len(batches)) if number not in held]
     weights = trained_weights(model)
     if not fitted or not weights:

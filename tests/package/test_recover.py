@@ -10,6 +10,7 @@ import torch
 
 from snnk_peft import FFNPart, SNNKConfig, bundle, calibrate, convert, get_snnk_model
 from snnk_peft.calibrating.answers import Answers
+from snnk_peft.converting import pipeline
 from snnk_peft.converting import recover as recovering
 from snnk_peft.converting.pipeline import Result
 from snnk_peft.converting.quality import smallest
@@ -107,6 +108,33 @@ def test_interrupted_the_weights_are_those_of_before() -> None:
     with pytest.raises(KeyboardInterrupt):
         recover(model, original, data, Answers(original), steps=20, progress=False)
     assert equal(states(model), before)
+
+
+def test_steps_are_judged_by_what_no_fit_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judged by texts that the closed form was fitted to, steps look worse than they are."""
+    fitted: list[Any] = []
+    judged: list[Any] = []
+    compare = recovering._distance
+
+    def fit(model: Any, batches: Any, **how: Any) -> Any:
+        fitted.extend(batches)
+        return calibrate(model, batches, **how)
+
+    def judge(model: Any, wanted: Any, batches: Any, held: Any) -> float:
+        judged.extend(batches[number] for number in held)
+        return compare(model, wanted, batches, held)
+
+    monkeypatch.setattr(pipeline, "calibrate", fit)
+    monkeypatch.setattr(recovering, "_distance", judge)
+    model = trained(tiny("bert"))
+    data = batches(model, 24)
+    convert(model, data, None, parts=[FFNPart(num_features=4)], steps=2, progress=False)
+    assert judged
+    assert not any(torch.equal(one["input_ids"], other["input_ids"]) for one in fitted for other in judged)
+    count = len(fitted)
+    fitted.clear()
+    convert(model, data, None, parts=[FFNPart(num_features=4)], recover=0, progress=False)
+    assert len(fitted) > count  # without steps nothing is kept back
 
 
 @pytest.mark.parametrize("types", [True, False])
