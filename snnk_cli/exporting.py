@@ -25,6 +25,7 @@ from snnk_cli.settings import EvaluateConfig, FinetuneConfig
 from snnk_cli.terminal import quiet, show_table
 from snnk_peft import export
 from snnk_peft.errors import ConfigError
+from snnk_peft.exporting.program import onnx_options
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks.stdlib_docs import load_sentences
 
@@ -167,9 +168,7 @@ class ExportedFile(torch.nn.Module):
         if path.suffix == ".onnx":
             import onnxruntime
 
-            options = onnxruntime.SessionOptions()
-            options.intra_op_num_threads = torch.get_num_threads()
-            session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            session = onnxruntime.InferenceSession(str(path), onnx_options(), providers=["CPUExecutionProvider"])
             names = [entry.name for entry in session.get_inputs()]
             outputs = [entry.name for entry in session.get_outputs()]
 

@@ -10,6 +10,7 @@ import torch
 
 from snnk_peft.converting.examples import Batches
 from snnk_peft.exporting.export import export
+from snnk_peft.exporting.program import onnx_options
 
 FILE = "model_int8.onnx"
 GIVEN = 4  # batches on which the file is checked against the model
@@ -26,9 +27,7 @@ def runner(file: Path) -> Callable[..., dict[str, torch.Tensor]]:
     """The program of a file as a function of model inputs, on as many threads as torch takes."""
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
-    session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(str(file), onnx_options(), providers=["CPUExecutionProvider"])
     reads, gives = ([each.name for each in side()] for side in (session.get_inputs, session.get_outputs))
 
     def run(**inputs: Any) -> dict[str, torch.Tensor]:

@@ -6,7 +6,8 @@
 A point is one way to make a fine-tuned BERT smaller, at one size, calibrated on sentences of one draw:
 
 - original: as it is, in torch and in int8.
-- ffn: `convert` with all FFNs over so many features. plan: `convert` with a budget of latency. No labels.
+- ffn: `convert` with all FFNs over so many features, ffn+ with 600 steps of recovery. plan: `convert` with a budget of
+  the latency that is timed. No labels.
 - svd: FFN matrices in low rank, whitened by the covariance of their inputs; no labels.
 - fisher, modegpt: pruning by Fisher information (Kwon et al. 2022; uses labels) and MoDeGPT (Lin et al. 2025; no
   labels) to a share of the multiply-adds of heads and FFNs.
@@ -49,7 +50,7 @@ from snnk_peft import export
 from snnk_peft.calibrating.answers import Answers, Comparison
 
 CHECKED = 10  # every so many batches are given to `export`
-WAYS = ("original", "ffn", "plan", "svd", "fisher", "modegpt", "distilled")
+WAYS = ("original", "ffn", "ffn+", "plan", "svd", "fisher", "modegpt", "distilled")
 
 
 class Judge:

@@ -15,10 +15,11 @@ from _conversions.peers import svd
 from snnk_peft import FFNPart, convert
 
 Make = Callable[[nn.Module, Sequence[Batch], int], nn.Module]
-FEATURES = (384, 256, 192, 128, 96, 64)
+FEATURES = (256, 128, 64)
+LONG = 600  # steps of a recovery that takes as long as it needs
 BUDGETS = ("1.5x", "2x", "2.5x", "3x")
-SHARES = (0.85, 0.7, 0.58, 0.46, 0.35)
-LAYERS = (5, 4, 3, 2)
+SHARES = (0.8, 0.55, 0.35)
+LAYERS = (4, 3, 2)
 REFERENCE = "plan 2x"  # which gives distillation its seconds
 
 
@@ -30,9 +31,14 @@ def converted(teacher: nn.Module, batches: Sequence[Batch], seed: int, **how: An
     return model.eval()
 
 
-def ffn(teacher: nn.Module, batches: Sequence[Batch], seed: int, count: int) -> nn.Module:
+def ffn(teacher: nn.Module, batches: Sequence[Batch], seed: int, count: int, **how: Any) -> nn.Module:
     """All FFNs over so many features."""
-    return converted(teacher, batches, seed, budget=None, parts=[FFNPart(num_features=count)])
+    return converted(teacher, batches, seed, budget=None, parts=[FFNPart(num_features=count)], **how)
+
+
+def planned(teacher: nn.Module, batches: Sequence[Batch], seed: int, budget: str) -> nn.Module:
+    """For a budget of the latency that is timed."""
+    return converted(teacher, batches, seed, budget=budget, inputs=timed(teacher))
 
 
 def timed(model: Any) -> dict[str, torch.Tensor]:
@@ -55,7 +61,8 @@ def points(seconds: Callable[[int], float]) -> dict[str, Make]:
     return {
         "original": lambda teacher, batches, seed: teacher,
         **{f"ffn {count}": partial(ffn, count=count) for count in FEATURES},
-        **{f"plan {budget}": partial(converted, budget=budget) for budget in BUDGETS},
+        f"ffn+ {FEATURES[1]}": partial(ffn, count=FEATURES[1], steps=LONG),
+        **{f"plan {budget}": partial(planned, budget=budget) for budget in BUDGETS},
         **{f"{name} {share}": partial(shared, how=how, share=share) for name, how in peers.items() for share in SHARES},
         **{f"distilled {count}": partial(distilled, layers=count) for count in LAYERS},
     }
