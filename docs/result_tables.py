@@ -105,10 +105,17 @@ def fewer_units() -> str:
     return grid(rows, NAME, ("perplexity", "perplexity", fixed(1)), PARAMETERS, SECONDS)
 
 
-def peers() -> str:
-    """Accuracy of every method at the latencies of the first one."""
-    rows = read("convert_peers/metrics.json")["at_equal_latency"]
-    return grid(rows, SPEED, *((name, name, percent) for name in rows[0] if name not in ("speed-up", "ms")))
+def curve() -> str:
+    """Ways to make a classifier smaller, in fp32 and in int8."""
+    rows = read("convert_curve/metrics.json")["rows"]
+    point: tuple[Column, ...] = (("", "point", str), ("as", "as", str))
+    columns: list[Column] = [
+        ("speed", "speed-up", times),
+        ("same answers", "agreement", percent),
+        ("KL", "KL", fixed(3)),
+    ]
+    columns += [("accuracy", "accuracy", percent), ("seconds", "seconds", fixed(0))]
+    return grid(rows, *point, *columns)
 
 
 def exported() -> str:
@@ -224,7 +231,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cifar10": lambda: converted("convert_cifar10/metrics.json", "accuracy", "speed"),
     "language_model": language_model,
     "fewer_units": fewer_units,
-    "peers": peers,
+    "curve": curve,
     "exported": exported,
     "embeddings": embeddings,
     "step_minilm": lambda: training_step("adapter_step/metrics.json"),

@@ -1,4 +1,4 @@
-"""A tiny BERT and sentences for the methods of `convert_models.py peers`, and where its modules are."""
+"""A tiny BERT and sentences for the peers in `convert_models.py curve`, and where its modules are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LAYER = "bert.encoder.layer.0"
 def modules(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The modules of the peers, as the program sees them."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    names = ("blocks", "distilling", "fisher_pruning", "modegpt", "uptraining")
+    names = ("blocks", "distilling", "fisher_pruning", "modegpt")
     return SimpleNamespace(**{name: importlib.import_module(f"_peers.{name}") for name in names})
 
 

@@ -9,7 +9,6 @@
     llama       the attention of a causal language model: perplexity, cache and speed
     llama_ffn   its gated FFNs: perplexity and size
     embeddings  a sentence encoder: its vectors, their similarities and neighbours
-    peers       other ways to make a BERT smaller, at equal latency
     curve       agreement over latency: conversions and their peers, each in fp32 and int8
     sizes       seconds and memory of `convert`, from MiniLM to RoBERTa-large
 
@@ -25,7 +24,7 @@ from importlib import import_module
 from _bench import parser
 from transformers import logging
 
-NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "embeddings", "peers", "curve", "sizes")
+NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "embeddings", "curve", "sizes")
 
 
 def main() -> None:

@@ -25,21 +25,19 @@ from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- results: begin (python recipes/papers/table_results.py --write) -->", "<!-- results: end -->"
-PICTURE = "recipes/benchmarks/results/accuracy_over_speed.png"
-# What is drawn: methods of `convert_models.py peers`, files of `export_latency.py`. Name, colour, marker.
-METHODS = {
-    "plan": ("ours: plan", "tab:blue", "o"),
-    "ours": ("ours: FFN features", "tab:green", "o"),
-    "narrow": ("ours: narrow FFN", "tab:cyan", "o"),
-    "fisher": ("Fisher pruning", "tab:red", "s"),
-    "svd": ("activation-aware SVD", "tab:orange", "^"),
-    "modegpt": ("MoDeGPT", "tab:brown", "v"),
-    "uptrained": ("uptraining", "tab:gray", "x"),
+PICTURE = "recipes/benchmarks/results/agreement_over_speed.png"
+# What is drawn of `convert_models.py curve`: way and precision -> name, colour, marker.
+WAYS = {
+    ("plan", "fp32"): ("ours: plan", "tab:blue", "o"),
+    ("ffn", "fp32"): ("ours: FFN features", "tab:green", "o"),
+    ("plan", "int8"): ("ours: plan, then int8", "tab:blue", "*"),
+    ("original", "int8"): ("original in int8", "black", "*"),
+    ("fisher", "fp32"): ("Fisher pruning", "tab:red", "s"),
+    ("svd", "fp32"): ("activation-aware SVD", "tab:orange", "^"),
+    ("modegpt", "fp32"): ("MoDeGPT", "tab:brown", "v"),
+    ("distilled", "fp32"): ("distillation, as long", "tab:gray", "x"),
 }
-FILES = {
-    "original, ONNX, int8": ("original in int8", "black", "*"),
-    "bundle, ONNX, int8": ("ours: FFN features, int8", "tab:green", "*"),
-}
+LEAST = 85  # percent that are shown
 Points = list[tuple[float, float]]
 
 
@@ -174,32 +172,31 @@ def head(figures: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def curves(root: Path) -> dict[str, Points]:
-    """Speed-up and accuracy in percent: all sizes of a method, the original before them, and one point of a file."""
-    original, *rows = benchmark(root, "convert_peers/metrics")["rows"]
-    found = {
-        method: [
-            (row["speed-up"], 100 * row["accuracy"])
-            for row in (original, *rows)
-            if row["method"] in ("teacher", method)
-        ]
-        for method in METHODS
-    }
-    files = {row["model"]: row for row in benchmark(root, "export_latency/metrics")["rows"]}
-    return found | {file: [(files[file]["speed-up 32x64"], 100 * files[file]["accuracy"])] for file in FILES}
+def curves(root: Path) -> dict[tuple[str, str], Points]:
+    """Of each way and precision the speed-up and the share of the original's answers that is kept, in percent, by size;
+    in fp32 the original before them."""
+    rows = benchmark(root, "convert_curve/metrics")["rows"]
+    found = {}
+    for way, kind in WAYS:
+        same = [row for row in rows if (row["point"].split()[0], row["as"]) == (way, kind)]
+        points = sorted((row["speed-up"], 100 * row["agreement"]) for row in same)
+        found[way, kind] = [(1.0, 100.0), *points] if kind == "fp32" else points
+    return found
 
 
-def draw(lines: Mapping[str, Points], file: Path) -> None:
+def draw(lines: Mapping[tuple[str, str], Points], file: Path) -> None:
     """A picture for a phone: few words, in large letters."""
     from snnk_cli.plots import make_axes, store  # matplotlib is not needed for the table
 
     figure, axes = make_axes(size=(6, 6))
-    for key, (name, colour, marker) in {**METHODS, **FILES}.items():
-        style = {"markersize": 16, "linestyle": ""} if marker == "*" else {"linestyle": "-" if marker == "o" else "--"}
-        axes.plot(*zip(*lines[key], strict=True), label=name, color=colour, marker=marker, linewidth=2, **style)
+    for key, (name, colour, marker) in WAYS.items():
+        style = {"markersize": 14} if marker == "*" else {}
+        line = "-" if key[0] in ("plan", "ffn") else "--"
+        axes.plot(*zip(*lines[key], strict=True), line, label=name, color=colour, marker=marker, linewidth=2, **style)
+    axes.set_ylim(LEAST, 100.5)
     axes.tick_params(labelsize=13)
     axes.set_xlabel("times as fast as the original", fontsize=14)
-    axes.set_ylabel("accuracy on SST-2, %", fontsize=14)
+    axes.set_ylabel("same answer as the original, %", fontsize=14)
     figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=12)
     store(figure, file)
 

@@ -23,21 +23,17 @@ from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import shared_copy
 from snnk_peft.planning.plan import plan
 from snnk_peft.planning.result import Plan
-from snnk_peft.planning.sizes import size_of
 from snnk_peft.tuner.get_model import get_snnk_model
 
 HALF = (torch.float16, torch.bfloat16)
-TOKENS, EXAMPLES, BATCHES = 16_000, 200, 10  # that a fit reads, about; of few data all
+TOKENS, EXAMPLES, BATCHES = 32_000, 400, 10  # that a fit reads, about; of few data all
 FEW = 16  # batches; below that all are fitted
-PER_UNIT = 40  # tokens for each feature of the largest part; of a part whose size is a share twice `TOKENS`
 
 
-def enough(batches: Sequence[Batch], parts: Sequence[Part]) -> list[Batch]:
-    """As many of the batches as determine the fits: for "2x" of a MiniLM 600 sentences of 2,500 gave what 1,200 did."""
-    sizes = [found[1] if (found := size_of(part)) and found[1] >= 1 else 2 * TOKENS / PER_UNIT for part in parts]
-    wanted = max(TOKENS, PER_UNIT * max(sizes, default=0))
+def enough(batches: Sequence[Batch]) -> list[Batch]:
+    """As many of the batches as determine a fit: of 2,500 sentences, those of 1,200 gave the same."""
     totals = sum(map(tokens_of, batches)), sum(map(examples_in, batches))
-    share = max(wanted / max(1, totals[0]), EXAMPLES / max(1, totals[1]), BATCHES / max(1, len(batches)))
+    share = max(TOKENS / max(1, totals[0]), EXAMPLES / max(1, totals[1]), BATCHES / max(1, len(batches)))
     return [batch for number, batch in enumerate(batches) if spread(number, share)]
 
 
@@ -151,7 +147,7 @@ class Pipeline:
         with self.stages("calibrate"):
             patched = get_snnk_model(shared_copy(self.full()), config)
             how: dict[str, Any] = {"pooling": self.answers.pooling, "progress": self.progress}
-            calibration = calibrate(patched, enough(self.to_fit(), config.parts), **how, **self.fit)
+            calibration = calibrate(patched, enough(self.to_fit()), **how, **self.fit)
         return Fitted(patched, found, calibration)
 
     def to_fit(self) -> Sequence[Batch]:

@@ -38,7 +38,7 @@ VECTOR_RATE, VECTOR_STATES = 4e-4, 1.0  # all-MiniLM is nearer after 400 steps t
 # rate, so nearer ones take smaller steps: 60 of a MiniLM at .0066 came to .0059 at a third of the rate, to .0072 at it.
 AWAY = 0.05
 SIMILARITIES = 1.0
-SHORTEST = 3  # tokens that stay of a text, beside the first and the last
+LEAST = 0.5  # of a text's tokens that stay where it is cut
 KEPT = 1 << 29  # bytes of the original's answers and states; beyond that they are computed again
 
 
@@ -91,8 +91,9 @@ class Wanted:
 
 
 def cut(inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor] | None:
-    """Of each text its first and last token and a run of those between, drawn; None for what is no text, for pairs,
-    for packed texts and for padding in front.
+    """Of each text its first and last token and, drawn, a run of those between, half of them or more.
+
+    None for what is no text, for pairs, for packed texts and for padding in front.
 
     Args:
         inputs: `input_ids`, `attention_mask` and, all 0, `token_type_ids`, each (n, tokens); nothing else.
@@ -105,7 +106,7 @@ def cut(inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tens
     if mask.shape != ids.shape or not mask[:, 0].all() or (types is not None and types.any()):
         return None
     inner = (mask.sum(1).cpu() - 2).clamp_min(0)
-    least = inner.clamp_max(SHORTEST)
+    least = (LEAST * inner).ceil().long()
     drawn = torch.rand(2, len(ids), generator=generator)
     length = least + (drawn[0] * (inner - least + 1)).long()
     start = 1 + (drawn[1] * (inner - length + 1)).long()

@@ -58,12 +58,14 @@ def test_rows_have_the_figures_of_the_files(root: Path) -> None:
 
 def test_curves_begin_at_the_original_and_keep_every_size(root: Path) -> None:
     curves = table_results.curves(root)
-    teacher, *rows = stored(root, "convert_peers/metrics")["rows"]
-    for method in ("plan", "svd", "uptrained"):
-        sizes = [(row["speed-up"], 100 * row["accuracy"]) for row in rows if row["method"] == method]
-        assert curves[method] == [(1.0, 100 * teacher["accuracy"]), *sizes]
-    assert {row["method"] for row in rows} < curves.keys()
-    assert len(curves["original, ONNX, int8"]) == 1
+    rows = stored(root, "convert_curve/metrics")["rows"]
+    for way in ("plan", "svd", "distilled"):
+        sizes = [(row["speed-up"], 100 * row["agreement"]) for row in rows if row["point"].startswith(f"{way} ")]
+        kinds = [row["as"] for row in rows if row["point"].startswith(f"{way} ")]
+        full = sorted(size for size, kind in zip(sizes, kinds, strict=True) if kind == "fp32")
+        assert curves[way, "fp32"] == [(1.0, 100.0), *full]
+    assert len(curves["original", "int8"]) == 1
+    assert curves["plan", "int8"]
 
 
 def test_the_picture_fits_a_phone(root: Path, tmp_path: Path) -> None:

@@ -305,24 +305,6 @@ def test_low_rank_part_is_the_svd_whitened_by_the_input_covariance():
     torch.testing.assert_close(off, torch.zeros(24), rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
-def test_uptraining_learns_within_its_time(peers):
-    """A clock that strikes once per step: 60 of them, and then 1."""
-    model, batches = teacher(), sentences(6)
-    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    labels = torch.cat([batch["labels"] for batch in batches])
-    losses = []
-    for steps in (60, 1):
-        clock = itertools.count()
-        made = peers.uptraining.uptrain(model, batches, 8, steps, rate=3e-3, size=6, clock=lambda: float(next(clock)))
-        losses.append(float(torch.nn.functional.cross_entropy(logits(made, batches), labels)))
-        assert next(clock) == steps + 1
-    assert losses[0] < 0.7 * losses[1]
-    assert made.bert.encoder.layer[0].output.dense.in_features == 8
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, kept[name])
-
-
 def test_distillation_comes_nearer_within_its_time(peers):
     model, batches = teacher(), sentences(6)
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}

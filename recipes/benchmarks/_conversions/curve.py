@@ -42,7 +42,6 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from _conversions.curve_points import REFERENCE, Make, points, timed
-from _conversions.peers import tokenized
 from snnk_cli.exporting import ExportedFile
 from snnk_cli.files import read_json, write_json
 from snnk_cli.plots import make_axes, store
@@ -90,6 +89,18 @@ class Judge:
             name: {"original ms": 1000 * statistics.median(taken[""]), "speed-up": ratio(taken[""], taken[name])}
             for name in models
         }
+
+
+def tokenized(tokenizer: Any, sentences: Sequence[str], labels: Sequence[int], length: int = 64) -> list[Batch]:
+    """Padded batches of 64 with labels, sentences of similar length together."""
+    order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
+    batches = []
+    for start in range(0, len(order), 64):
+        index = order[start : start + 64]
+        texts = [sentences[i] for i in index]
+        batch = dict(tokenizer(texts, truncation=True, max_length=length, padding=True, return_tensors="pt"))
+        batches.append({**batch, "labels": torch.tensor([labels[i] for i in index])})
+    return batches
 
 
 def measured(name: str, make: Make, seed: int, judge: Judge, batches: Sequence[Batch]) -> list[dict[str, Any]]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from _peers import distilling, fisher_pruning, modegpt
-from _peers.blocks import Batch, model_inputs
+from _peers.blocks import Batch, Cost, model_inputs
 from torch import nn
 
-from _conversions.peers import svd
-from snnk_peft import FFNPart, convert
+from snnk_peft import FFNPart, LowRankPart, SNNKConfig, bundle, calibrate, convert, get_snnk_model
 
 Make = Callable[[nn.Module, Sequence[Batch], int], nn.Module]
 FEATURES = (256, 128, 64)
@@ -39,6 +39,17 @@ def ffn(teacher: nn.Module, batches: Sequence[Batch], seed: int, count: int, **h
 def planned(teacher: nn.Module, batches: Sequence[Batch], seed: int, budget: str) -> nn.Module:
     """For a budget of the latency that is timed."""
     return converted(teacher, batches, seed, budget=budget, inputs=timed(teacher))
+
+
+def svd(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module:
+    """FFN matrices of the rank whose two factors cost the share, best for their real inputs."""
+    config: Any = teacher.config
+    dim, units = config.hidden_size, config.intermediate_size
+    rank = max(1, round(Cost.of(config).unit_share(share) * dim * units / (dim + units)))
+    part = LowRankPart("ffn", rank=rank, activation="identity")
+    patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(parts=[part], modules_to_save=[]))
+    calibrate(patched, batches, progress=False)
+    return bundle(patched).eval()
 
 
 def timed(model: Any) -> dict[str, torch.Tensor]:

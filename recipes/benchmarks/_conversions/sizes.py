@@ -59,7 +59,9 @@ def batches_of(config: Any, texts: int, images: int) -> list[dict[str, torch.Ten
     return made
 
 
-def prepared(shape: str, budget: str | None, texts: int, images: int, threads: int, told: Path) -> Callable[[], None]:
+def prepared(
+    shape: str, budget: str | None, texts: int, images: int, recover: float, threads: int, told: Path
+) -> Callable[[], None]:
     """Make model and batches; what is returned is measured. No budget: the forward passes alone."""
     logging.disable_progress_bar()
     torch.set_num_threads(threads)
@@ -74,7 +76,7 @@ def prepared(shape: str, budget: str | None, texts: int, images: int, threads: i
                 for batch in batches:
                     model(**batch)
             return
-        made = convert(model, batches, budget, progress=False).report
+        made = convert(model, batches, budget, recover=recover, progress=False).report
         original, converted = (made.models[name] for name in ("original", "converted"))
         found = {
             "speed-up": made.speed_up,
@@ -94,6 +96,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--budget", default="2x", help="of latency (default 2x)")
     options.add_argument("--texts", type=int, default=2500, help="that are given (default 2500)")
     options.add_argument("--images", type=int, default=320, help="that are given (default 320)")
+    options.add_argument("--recover", type=float, default=20.0, help="seconds of steps (default 20)")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -103,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             told = Path(folder) / "told.json"
             measure = partial(peak_of_process, prepared, shape)
-            given = arguments.texts, arguments.images, threads, told
+            given = arguments.texts, arguments.images, arguments.recover, threads, told
             alone, whole = (sum(measure(budget, *given)) for budget in (None, arguments.budget))
             found = json.loads(told.read_text(encoding="utf-8"))
         rows.append({"model": shape, **found, "peak MB": whole / 1e6, "forward alone, MB": alone / 1e6})

@@ -1,12 +1,13 @@
 """Every other layer, trained towards the original's answers (as DistilBERT begins, Sanh et al. 2019), for some seconds.
 
 The student keeps layers at equal distances, with their weights, and all else; its loss is KL(p ‖ p') to the original's
-answers p. No labels. Schedule and optimizer are those of `uptraining.py`.
+answers p. No labels. AdamW, weight decay 1e-4, a linear schedule over the seconds with a warm-up.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from torch import nn
 
 from _peers.blocks import Batch, encoder_layers, model_inputs
-from _peers.uptraining import train
 from snnk_cli.teacher import logit_loss
+
+WARMUP = 0.06  # of the time
 
 
 def distil(
@@ -56,5 +58,47 @@ def distil(
             wanted = teacher(**given).logits
         return logit_loss(wanted, student(**given).logits, 1.0)
 
-    train(student, batches, loss, seconds, start, seed=seed, rate=rate, size=size, clock=clock)
+    _train(student, batches, loss, seconds, start, seed=seed, rate=rate, size=size, clock=clock)
     return student.eval()
+
+
+def _train(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    loss: Callable[[Batch], torch.Tensor],
+    seconds: float,
+    start: float,
+    *,
+    seed: int,
+    rate: float,
+    size: int,
+    clock: Callable[[], float],
+) -> None:
+    """Train what requires a gradient, until `seconds` after `start`.
+
+    Args:
+        model: in eval mode or not.
+        batches: given to `loss` in smaller ones.
+        loss: of a batch.
+        seconds: to spend.
+        start: what the clock said.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=1e-4)
+    smaller = [dict(zip(batch, parts, strict=True)) for batch in batches for parts in _cut(batch, size)]
+    order, spent, rng = [], 0.0, random.Random(seed)
+    model.train()
+    while spent < 1:
+        order = order or rng.sample(range(len(smaller)), len(smaller))
+        batch = smaller[order.pop()]
+        spent = (clock() - start) / seconds
+        for group in optimizer.param_groups:
+            group["lr"] = rate * max(0.0, min(spent / WARMUP, (1 - spent) / (1 - WARMUP)))
+        found = loss(batch)
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+
+
+def _cut(batch: Batch, size: int) -> list[tuple[torch.Tensor, ...]]:
+    return list(zip(*(tensor.split(size) for tensor in batch.values()), strict=True))
