@@ -59,7 +59,9 @@ def _is_linear(node: Any) -> bool:
     """Return True if a product is one with a weight matrix and not part of linear attention."""
     weight = None if node.inputs[1] is None else node.inputs[1].const_value
     inside = node.metadata_props.get("pkg.torch.onnx.class_hierarchy", "")
-    return weight is not None and len(weight.shape) == 2 and KernelAttention.__name__ not in inside
+    if weight is None or len(weight.shape) != 2 or 0 in weight.shape:  # all units of an FFN may have been pruned
+        return False
+    return KernelAttention.__name__ not in inside
 
 
 def compared(model: Any, run: Run, other: Run, batches: Iterable[Inputs]) -> tuple[int, dict[str, float], float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import warnings
 import random
 import subprocess
 import sys
@@ -308,6 +309,22 @@ def test_int8_linears(tmp_path):
     assert report.int8.figures["agreement"] == np.mean(np.concatenate(found).argmax(-1) == expected.argmax(-1))
     assert report.bytes < report.int8.bytes_before
     assert set(report.int8.milliseconds) == {"torch", "onnx", "int8"}
+
+
+@with_onnx
+def test_int8_where_an_ffn_has_lost_all_units(tmp_path):
+    pytest.importorskip("onnxruntime")
+    model = one_layer()
+    layer = model.bert.encoder.layer[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about tensors without elements
+        for block, sizes in ((layer.intermediate, (32, 0)), (layer.output, (0, 32))):
+            block.dense = nn.Linear(*sizes)
+    batches = [inputs_for(model, 3, tokens) for tokens in (5, 9)]
+    linears = sum(isinstance(module, nn.Linear) for module in model.modules())
+    report = export(model, "onnx", tmp_path / "model.onnx", int8=True, batches=batches)
+    assert report.int8.linears == linears - 2
+    assert report.int8.error < 0.2
 
 
 @with_onnx
