@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-import warnings
 import random
 import subprocess
 import sys
 import tempfile
+import warnings
 from dataclasses import replace
 
 import numpy as np
