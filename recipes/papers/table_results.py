@@ -40,7 +40,6 @@ WAYS = {
 CLASSIFIERS = (
     ("original", "int8", "int8 of the original"),
     ("plan 2x", "fp32", "converted for 2 ×"),
-    ("plan 2x", "int8", "converted for 2 ×, then int8"),
     ("plan 2.5x", "int8", "converted for 2.5 ×, then int8"),
 )
 LEAST = 85  # percent that are shown

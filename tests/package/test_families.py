@@ -322,7 +322,7 @@ def test_inputs_of_later_runs_are_those_of_the_original():
     changed = get_snnk_model(model, SNNKConfig(ffn=FFNPart(num_features=4, init="random"), modules_to_save=[])).eval()
     layer = next(m for path, m in changed.named_modules() if path.endswith("albert_layers.0.ffn"))
     activation = ["encoder.albert_layer_groups.0.albert_layers.0.activation"]
-    fitter = SimpleNamespace(together=activation, rows=real_tokens, calls=False)
+    fitter = SimpleNamespace(together=activation, rows=real_tokens, calls=False, missing_from=0)
     whole = nullcontext(lambda _, given: changed(**given))
     ((_, rows),) = SlotInputs(changed, layer, fitter, 3, [(0, inputs)], 0.2, Bar(), lambda: whole)
     keep = inputs["attention_mask"].bool()
