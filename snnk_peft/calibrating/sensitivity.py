@@ -167,9 +167,9 @@ def differentiating(model: nn.Module) -> Iterator[None]:
     try:
         with torch.inference_mode(False), torch.enable_grad():
             yield
-    except torch.OutOfMemoryError:
+    except torch.OutOfMemoryError:  # says nothing about the model
         raise
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:  # where a derivative is missing, NotImplementedError, which is one
         raise UnsupportedError(
             f"the answers of {type(model).__name__} cannot be differentiated ({error}); calibrate with "
             'metric="local", which needs no gradients'

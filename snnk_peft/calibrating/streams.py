@@ -66,7 +66,7 @@ def reading(place: Place, seen: list[Tensor], stop: bool = True) -> Iterator[Non
     """Note what comes by at a place; with `stop`, a pass ends there with `Found`."""
 
     def note(value: Any) -> None:
-        seen.append(_first(value))
+        seen.append(first_of(value))
         if stop:
             raise Found
 
@@ -110,7 +110,7 @@ def _tried(module: nn.Module, layer: nn.Module, run: Callable[[], object], scale
     seen: list[tuple[Place, Tensor]] = []
 
     def change(of: nn.Module, args: Any, output: Any) -> Any:
-        value = _first(output)
+        value = first_of(output)
         pattern = torch.linspace(-1, 1, value.shape[-1], device=value.device, dtype=torch.float32).sin()
         changed = value + (scale * value.detach().float().std() * pattern).to(value)
         seen.append((Place(module), changed.float()))
@@ -123,7 +123,7 @@ def _tried(module: nn.Module, layer: nn.Module, run: Callable[[], object], scale
 
     def behind(of: nn.Module, args: Any, output: Any) -> None:
         if seen:
-            seen.append((Place(of), _first(output).float()))
+            seen.append((Place(of), first_of(output).float()))
         raise Found
 
     with contextlib.ExitStack() as hooks:
@@ -138,7 +138,8 @@ def _tried(module: nn.Module, layer: nn.Module, run: Callable[[], object], scale
     return seen
 
 
-def _first(value: Any) -> Tensor:
+def first_of(value: Any) -> Tensor:
+    """The hidden state among what a module is given or gives."""
     if isinstance(value, Tensor):
         return value
     return next(each for each in value if isinstance(each, Tensor) and each.is_floating_point())

@@ -14,6 +14,7 @@ from torch import nn
 from snnk_peft.calibrating.answers import Answers, Comparison, Rows
 from snnk_peft.calibrating.calibrate import calibrate
 from snnk_peft.calibrating.sensitivity import adding, differentiating
+from snnk_peft.calibrating.streams import first_of
 from snnk_peft.config import SNNKConfig
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.planning.candidates import Template, replayed, shared_copy
@@ -128,10 +129,10 @@ class _Seen:
         gradient, outputs = self.gradients[path], dict(self.outputs)
         if gradient is None:
             return 0.0
-        before, found = _first(outputs.pop(path)), list[torch.Tensor]()
+        before, found = first_of(outputs.pop(path)), list[torch.Tensor]()
 
         def keep(module: nn.Module, args: Any, output: Any) -> None:
-            found.append(_first(output))
+            found.append(first_of(output))
 
         with torch.no_grad(), replayed(root, outputs), root.get_submodule(path).register_forward_hook(keep):
             root(**inputs)
@@ -159,11 +160,6 @@ class _Scale:
         whole = [torch.cat(each) for each in self.numbers.values()]
         variance = sum(float((rows - rows.mean(0)).square().sum()) for rows in whole)
         return relative_error(squares, variance, sum(float(rows.square().sum()) for rows in whole))
-
-
-def _first(output: Any) -> torch.Tensor:
-    """The hidden state among the outputs of a layer."""
-    return output if isinstance(output, torch.Tensor) else output[0]
 
 
 def _detached(output: Any) -> Any:

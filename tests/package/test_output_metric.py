@@ -23,8 +23,9 @@ from snnk_peft import (
 )
 from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.calibrating.batches import Survey
-from snnk_peft.calibrating.sensitivity import Sensitivity, sensitivities
+from snnk_peft.calibrating.sensitivity import Sensitivity, differentiating, sensitivities
 from snnk_peft.calibrating.streams import sum_behind
+from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.solvers.corrected import Target, fit_corrected, moved
 from snnk_peft.solvers.landmarks import SecondMoments
 from tests.tiny_models import inputs_for, tiny
@@ -331,7 +332,6 @@ def test_corrected_readout_is_weighted_ridge_regression(intercept):
 
 
 def test_arguments_are_named():
-    from snnk_peft.errors import ConfigError
 
     model = get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(num_features=8), modules_to_save=[]))
     with pytest.raises(ConfigError, match="metric is 'fisher'; expected one of output, local"):
@@ -353,3 +353,9 @@ def test_answers_that_depend_on_nothing_inside_are_fitted_locally():
         )
         found.append(calibrate(patched, batches(), metric=metric, progress=False).slots[0].error_after)
     assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+def test_memory_that_runs_out_is_no_missing_derivative() -> None:
+    for error, expected in ((torch.OutOfMemoryError, torch.OutOfMemoryError), (NotImplementedError, UnsupportedError)):
+        with pytest.raises(expected), differentiating(torch.nn.Linear(2, 2)):
+            raise error("of torch")

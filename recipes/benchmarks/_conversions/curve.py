@@ -215,8 +215,8 @@ def run(arguments: argparse.Namespace) -> None:
         return float(found[0])
 
     for seed in range(arguments.seeds):
-        rows_of = [row for row in data["train"] if len(row["sentence1"]) > SHORTEST]
-        texts, labels = ([row[name] for row in rows_of] for name in ("sentence1", "label"))
+        whole = [row for row in data["train"] if len(row["sentence1"]) > SHORTEST]
+        texts, labels = ([row[name] for row in whole] for name in ("sentence1", "label"))
         index = np.random.default_rng(seed).permutation(len(texts))[: arguments.sentences].tolist()
         batches = tokenized(tokenizer, [texts[i] for i in index], [labels[i] for i in index])
         for name, make in points(seconds).items():
