@@ -151,6 +151,16 @@ def examples_in(batch: Mapping[str, Any]) -> int:
     return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim), 0)
 
 
+def split(inputs: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
+    """So many examples of a batch at a time; the whole batch where not every tensor has a row for each of them."""
+    examples = examples_in(inputs)
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
+    if any(len(value) != examples for value in tensors.values()):
+        size = examples
+    for start in range(0, max(1, examples), max(1, size)):
+        yield {name: value[start : start + size] if name in tensors else value for name, value in inputs.items()}
+
+
 def spread(number: int, share: float) -> bool:
     """Choose a share of batches by their numbers, evenly whatever the rhythm in which some of them are held out."""
     return number * GOLDEN % 1 < share

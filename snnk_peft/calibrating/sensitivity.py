@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from snnk_peft.calibrating.answers import Answers
-from snnk_peft.calibrating.batches import Survey, examples_in, model_inputs, spread, tokens_of
+from snnk_peft.calibrating.batches import Survey, examples_in, model_inputs, split, spread, tokens_of
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.layers.slots import real_tokens
 from snnk_peft.projections.base_drawn import site_generator
@@ -146,15 +146,8 @@ def _gradients(
 
 def _pieces(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The examples of a batch a few at a time: a graph holds what all layers give."""
-    examples = examples_in(inputs)
-    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.ndim}
-    if examples < 2 or any(len(value) != examples for value in tensors.values()):
-        yield dict(inputs)
-        return
-    tokens = max(1, tokens_of({name: value for name, value in tensors.items() if name != "attention_mask"}))
-    size = max(1, PIECE * examples // tokens)
-    for start in range(0, examples, size):
-        yield {name: value[start : start + size] if name in tensors else value for name, value in inputs.items()}
+    tokens = max(1, tokens_of({name: value for name, value in inputs.items() if name != "attention_mask"}))
+    yield from split(inputs, max(1, PIECE * examples_in(inputs) // tokens))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from snnk_peft.bundling.bundle import folded_model
+from snnk_peft.calibrating.batches import split
 from snnk_peft.config import SNNKConfig
 from snnk_peft.config_parts import part_name
 from snnk_peft.parts import Part
@@ -71,7 +72,9 @@ class Measure:
         bundles |= {str(number): template.folded() for number, template in enumerate(templates)}
         if self.of == "bytes":
             return _shares_saved([stored_bytes(bundle, paths) for bundle in bundles.values()], templates)
-        counted = [macs(bundle, self.inputs, paths) for bundle in bundles.values()]
+        # Shares of the MACs are those of any example, and latency needs them only to tell sizes apart.
+        given = next(split(self.inputs, 1)) if self.of == "latency" else self.inputs
+        counted = [macs(bundle, given, paths) for bundle in bundles.values()]
         shares = _shares_saved(counted, templates)
         if self.of == "macs":
             return shares

@@ -91,32 +91,32 @@ def fit_corrected(
     square = metric.T @ metric
     strengths = STRENGTHS if target.missing is not None else STRENGTHS[:1]
     wanted = target.at(1.0)
-    solve = _Solver(train, features, intercept)
+    solver = Solver(train, features, intercept)
     best: CorrectedFit | None = None
     judge = _Judge(held_out, features, wanted, square)
+    goals = [target.at(strength) for strength in strengths]
+    rotated = [solver.rotated(goal) for goal in goals[:: len(goals) - 1 or 1]]
     for ridge in sorted(ridges, reverse=True):
-        whole = {strength: solve(target.at(strength), ridge) for strength in strengths[:: len(strengths) - 1 or 1]}
-        for strength in strengths:  # linear in s
-            ends = whole[1.0], whole.get(0.0, whole[1.0])
-            weight = strength * ends[0] + (1 - strength) * ends[1]
-            bias = _bias(train, features, target.at(strength), weight) if intercept else None
+        ends = [solver.solved(each, ridge) for each in rotated]
+        for strength, goal in zip(strengths, goals, strict=True):
+            weight = ends[-1].lerp(ends[0], strength)  # linear in s
+            bias = solver.bias(goal, weight)
             error = judge(weight, bias)
             if best is None or error < best.error:
                 best = CorrectedFit(weight, bias, ridge, strength, error)
     assert best is not None
-    variance, mean_square = _spread(held_out, wanted if spread is None else spread.at(1.0), square)
+    whole = judge.spread() if spread is None else _Judge(held_out, features, spread.at(1.0), square).spread()
     if refit:
         weight, bias = readout(merged(train, held_out), features, target.at(best.strength), best.ridge, intercept)
         best = best._replace(weight=weight, bias=bias)
-    return best._replace(error=relative_error(best.error, variance, mean_square))
+    return best._replace(error=relative_error(best.error, *whole))
 
 
 def readout(
     moments: SecondMoments, features: Tensor, goal: Tensor, ridge: float, intercept: bool = True
 ) -> tuple[Tensor, Tensor | None]:
     """A (o, m) and a (o,) for the outputs T v, with T (o, width) the `goal`, and one ridge; the rest as above."""
-    weight = _Solver(moments, features, intercept)(goal, ridge)
-    return weight, _bias(moments, features, goal, weight) if intercept else None
+    return Solver(moments, features, intercept)(goal, ridge)
 
 
 def merged(one: SecondMoments, other: SecondMoments) -> SecondMoments:
@@ -132,8 +132,8 @@ def error_of(
 ) -> float:
     """The error of any readout, A (o, m) and a (o,), on the tokens of some moments; relative, as that of a fit."""
     square = metric.to(moments.scatter).T @ metric.to(moments.scatter)
-    goal = target.at(1.0)
-    return relative_error(_Judge(moments, features, goal, square)(weight, bias), *_spread(moments, goal, square))
+    judge = _Judge(moments, features, target.at(1.0), square)
+    return relative_error(judge(weight, bias), *judge.spread())
 
 
 def moved(target: Target, features: Tensor, weight: Tensor) -> Target:
@@ -143,30 +143,44 @@ def moved(target: Target, features: Tensor, weight: Tensor) -> Target:
     return Target(rest, target.missing)
 
 
-def _second(moments: SecondMoments, centred: bool) -> Tensor:
-    covariance = moments.covariance()
-    return covariance if centred else covariance + torch.outer(moments.mean, moments.mean)
+class Solver:
+    """Readouts of some coordinates for any target and ridge, of one set of moments, from one eigendecomposition.
 
+    Args:
+        moments: of v.
+        features: coordinates of φ in v, (m,).
+        intercept: whether there is a bias a; without it moments about the origin are fitted.
+    """
 
-def _bias(moments: SecondMoments, features: Tensor, goal: Tensor, weight: Tensor) -> Tensor:
-    return goal @ moments.mean - weight @ moments.mean[features]
-
-
-class _Solver:
-    """A (T, λ) -> A of one set of moments, from one eigendecomposition."""
-
-    def __init__(self, moments: SecondMoments, features: Tensor, intercept: bool):
-        second = _second(moments, intercept)
+    def __init__(self, moments: SecondMoments, features: Tensor, intercept: bool = True):
+        second = moments.covariance()
+        if not intercept:
+            second = second + torch.outer(moments.mean, moments.mean)
+        self.mean, self.features, self.intercept = moments.mean, features, intercept
         self.columns = second[:, features]
         self.values, self.vectors = torch.linalg.eigh(self.columns[features])
         self.values = self.values.clamp_min(0)
         self.scale = float(self.values.mean()) or 1.0
 
-    def __call__(self, goal: Tensor, ridge: float) -> Tensor:
+    def __call__(self, goal: Tensor, ridge: float) -> tuple[Tensor, Tensor | None]:
+        """A (o, m) and a (o,) for the outputs T v, with T (o, width) the `goal`."""
+        weight = self.solved(self.rotated(goal), ridge)
+        return weight, self.bias(goal, weight)
+
+    def rotated(self, goal: Tensor) -> Tensor:
+        """The products of T v with the features' eigenvectors, (o, m); linear in T."""
+        return goal @ self.columns @ self.vectors
+
+    def solved(self, rotated: Tensor, ridge: float) -> Tensor:
+        """A (o, m) from these products."""
         cutoff = len(self.values) * torch.finfo(self.values.dtype).eps * self.values[-1]
         inside = self.values > cutoff
         inverse = torch.where(inside, 1 / torch.where(inside, self.values + ridge * self.scale, 1.0), 0.0)
-        return (goal @ self.columns @ self.vectors * inverse) @ self.vectors.T
+        return (rotated * inverse) @ self.vectors.T
+
+    def bias(self, goal: Tensor, weight: Tensor) -> Tensor | None:
+        """a (o,) behind A."""
+        return goal @ self.mean - weight @ self.mean[self.features] if self.intercept else None
 
 
 class _Judge:
@@ -175,17 +189,15 @@ class _Judge:
     def __init__(self, moments: SecondMoments, features: Tensor, goal: Tensor, square: Tensor):
         covariance = moments.covariance()
         self.goal, self.square, self.mean = goal @ moments.mean, square, moments.mean[features]
-        self.whole = float(((goal @ covariance) * (square @ goal)).sum())
-        self.cross, self.gram = square @ (goal @ covariance[:, features]), covariance[features][:, features]
+        seen = square @ (goal @ covariance)
+        self.whole = float((seen * goal).sum())
+        self.cross, self.gram = seen[:, features], covariance[features][:, features]
 
     def __call__(self, weight: Tensor, bias: Tensor | None) -> float:
         offset = self.goal - weight @ self.mean - (0 if bias is None else bias)
         explained = float((weight * (2 * self.cross - self.square @ weight @ self.gram)).sum())
         return max(0.0, self.whole - explained + float(offset @ self.square @ offset))
 
-
-def _spread(moments: SecondMoments, goal: Tensor, square: Tensor) -> tuple[float, float]:
-    """The variance of R T v, and its mean square."""
-    variance = float(((goal @ moments.covariance()) * (square @ goal)).sum())
-    mean = goal @ moments.mean
-    return variance, variance + float(mean @ square @ mean)
+    def spread(self) -> tuple[float, float]:
+        """The variance of R T v, and its mean square."""
+        return self.whole, self.whole + float(self.goal @ self.square @ self.goal)

@@ -21,6 +21,7 @@ from snnk_peft.solvers.reduce import pooled_mean, summed, summed_number
 
 RULES = ("greedy", "importance")
 ROWS = 512  # vectors that are widened to fp64 together
+CHOICES = 32  # of units between two products of matrices
 BLOCKS = 8  # of columns: a product with itself is symmetric, and blocks below its diagonal are not computed
 
 
@@ -95,11 +96,15 @@ class SecondMoments:
         self.weight = total
 
     def mapped(self, matrix: Tensor) -> SecondMoments:
-        """The moments of M v, for M (k, dim), from those of v."""
-        found = SecondMoments(0)
+        """The moments of vectors whose first n coordinates are multiplied by M (k, n), from those of the vectors."""
+        found, inner = SecondMoments(0), matrix.shape[1]
         matrix = matrix.to(self.scatter)
         found.count, found.weight = self.count, self.weight
-        found.mean, found.scatter = matrix @ self.mean, matrix @ self.scatter @ matrix.T
+        found.mean = torch.cat((matrix @ self.mean[:inner], self.mean[inner:]))
+        rows = matrix @ self.scatter[:inner]  # (k, dim)
+        first = torch.cat((rows[:, :inner] @ matrix.T, rows[:, inner:]), 1)
+        rest = torch.cat((rows[:, inner:].T, self.scatter[inner:, inner:]), 1)
+        found.scatter = torch.cat((first, rest))
         return found
 
     def covariance(self) -> Tensor:
@@ -148,22 +153,41 @@ def choose_landmarks(
         known = torch.linalg.pinv(scatter[inputs, inputs], hermitian=True) @ scatter[inputs, :units]
         start = start - scatter[:units, inputs] @ known
         seen = seen - weight @ scatter[: weight.shape[1], inputs] @ known
-    # The residual covariance after k choices is start − L Lᵀ; only its diagonal and W₂ times it are kept up to date.
-    factor = start.new_zeros(units, count)
-    variance = start.diagonal().clone()
+    return _pivots(start, seen, count)
+
+
+def _pivots(residual: Tensor, seen: Tensor, count: int) -> Tensor:
+    """The units that take most off the output's error, one after the other, (count,).
+
+    After k choices the covariance that is left is C − F Fᵀ and what it says about the output is S − T Fᵀ. Both are
+    brought up to date once per `CHOICES` only, by products of matrices: one step then reads S once.
+
+    Args:
+        residual: C (l, l).
+        seen: S (o, l).
+        count: how many.
+    """
+    residual, seen, variance = residual.clone(), seen.clone(), residual.diagonal().clone()
     floor = 1e-10 * variance.max()
-    open_units = torch.ones(units, dtype=torch.bool, device=start.device)
-    chosen = []
-    for step in range(count):
-        gain = torch.where(open_units & (variance > floor), seen.square().sum(0) / variance.clamp_min(floor), -1.0)
-        # Units without any variance left are as good as each other: any open one will do.
-        best = int(gain.argmax()) if gain.max() > 0 else int(open_units.nonzero()[0])
-        open_units[best] = False
-        chosen.append(best)
-        if variance[best] > floor:
-            scale = variance[best].rsqrt()
-            column = (start[:, best] - factor[:, :step] @ factor[best, :step]) * scale
-            seen.addr_(seen[:, best] * scale, column, alpha=-1.0)
-            factor[:, step] = column
-            variance -= column.square()
-    return torch.tensor(chosen, device=start.device)
+    open_units = torch.ones(len(variance), dtype=torch.bool, device=variance.device)
+    chosen: list[int] = []
+    while len(chosen) < count:
+        F, T = (each.new_zeros(len(each), CHOICES) for each in (residual, seen))
+        said = seen.square().sum(0)
+        for k in range(min(CHOICES, count - len(chosen))):
+            gain = torch.where(open_units & (variance > floor), said.clamp_min(0) / variance.clamp_min(floor), -1.0)
+            # Units without any variance left are as good as each other: any open one will do.
+            best = int(gain.argmax()) if gain.max() > 0 else int(open_units.nonzero()[0])
+            open_units[best] = False
+            chosen.append(best)
+            if variance[best] > floor:
+                scale = variance[best].rsqrt()
+                column = (residual[best] - F[:, :k] @ F[best, :k]) * scale
+                taken = (seen[:, best] - T[:, :k] @ F[best, :k]) * scale
+                common = taken @ seen - F[:, :k] @ (taken @ T[:, :k])
+                said += column * (column * taken.square().sum() - 2 * common)
+                variance -= column.square()
+                F[:, k], T[:, k] = column, taken
+        residual.addmm_(F, F.T, alpha=-1.0)
+        seen.addmm_(T, F.T, alpha=-1.0)
+    return torch.tensor(chosen, device=variance.device)

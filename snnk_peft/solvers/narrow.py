@@ -156,19 +156,22 @@ def narrow_units(
 FLOOR = 1e-10
 
 
-def power_of(moment: Tensor, exponent: float) -> Tensor:
-    """C^exponent of symmetric non-negative C (..., d, d) on its range; directions outside of it become 0."""
+def roots_of(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """C^½ and C^−½ of symmetric non-negative C (..., d, d) on its range; directions outside of it become 0."""
     values, vectors = torch.linalg.eigh(moment)
     inside = values > FLOOR * values.amax(-1, keepdim=True)
-    powers = torch.where(inside, values.clamp_min(torch.finfo(values.dtype).tiny) ** exponent, 0.0)
-    return (vectors * powers.unsqueeze(-2)) @ vectors.mT
+    root = values.clamp_min(torch.finfo(values.dtype).tiny).sqrt()
+    powers = (torch.where(inside, each, 0.0).unsqueeze(-2) for each in (root, 1 / root))
+    one, other = ((vectors * each) @ vectors.mT for each in powers)
+    return one, other
 
 
 def narrow_products(left: Tensor, right: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """P and R, (heads, size, d), that keep the products of two kinds of vectors with second moments (heads, d, d)."""
-    U, S, Vh = torch.linalg.svd(power_of(left, 0.5) @ power_of(right, 0.5))
+    (left, from_left), (right, from_right) = roots_of(left), roots_of(right)
+    U, S, Vh = torch.linalg.svd(left @ right)
     scale = S[..., :size].sqrt().unsqueeze(-1)
-    return scale * U[..., :size].mT @ power_of(left, -0.5), scale * Vh[..., :size, :] @ power_of(right, -0.5)
+    return scale * U[..., :size].mT @ from_left, scale * Vh[..., :size, :] @ from_right
 
 
 def narrow_values(gram: Tensor, cross: Tensor, heads: int, size: int, *, steps: int = 100) -> Tensor:
@@ -190,7 +193,7 @@ def narrow_values(gram: Tensor, cross: Tensor, heads: int, size: int, *, steps: 
     dim, out = len(gram) // heads, len(cross)
     gram = gram.clone()
     gram.diagonal().add_(1e-4 * gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny))
-    whiten = torch.stack([power_of(gram[at : at + dim, at : at + dim], -0.5) for at in range(0, len(gram), dim)])
+    whiten = torch.stack([roots_of(gram[at : at + dim, at : at + dim])[1] for at in range(0, len(gram), dim)])
     whole = torch.block_diag(*whiten)
     gram, cross = whole @ gram @ whole, cross @ whole  # each head white in itself
     best = torch.linalg.solve(gram, cross.mT).mT

@@ -224,8 +224,7 @@ class HeadsFitter(Fitter):
     def _kept(self, columns: torch.Tensor, moments: SecondMoments) -> tuple[SecondMoments, Target]:
         """Moments of what is kept of the heads, the target and what is missing."""
         width, out = columns.shape[1], len(self.sources[3].weight)
-        rest = len(moments.mean) - width
-        kept = moments.mapped(torch.block_diag(columns, torch.eye(rest).to(columns)))
+        rest, kept = len(moments.mean) - width, moments.mapped(columns)
         weight = torch.eye(out, len(kept.mean), dtype=torch.float64).roll(len(columns), 1).to(kept.mean)
         behind = len(columns) + out
         return kept, Target(weight, slice(behind, behind + out) if rest > out else None)

@@ -27,7 +27,7 @@ from snnk_peft.layers.slots import Fit, FitOptions, FitPlace, Fitter, Given, Tok
 from snnk_peft.layers.snnk_linear import SNNKLinear
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
-from snnk_peft.solvers.corrected import CorrectedFit, Target, fit_corrected, merged, readout
+from snnk_peft.solvers.corrected import CorrectedFit, Solver, Target, fit_corrected, merged
 from snnk_peft.solvers.descent import descend
 from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks
 from snnk_peft.solvers.reduce import ErrorMeter, TokenSample, same_everywhere
@@ -226,16 +226,17 @@ class ReplacedFitter(Fitter):
         """The readout of some coordinates of vectors that hold the hidden units from `start` on."""
         options, units, target = self.options, self.layer.out_features, self._target(start, len(train.mean))
         metric = torch.eye(len(target.weight)) if self.metric is None else self.metric
-        fit = fit_corrected(train, test, features, target, metric, options.ridges, refit=options.refit)
+        fit = fit_corrected(train, test, features, target, metric, options.ridges)
+        solver = Solver(merged(train, test) if options.refit else train, features)
+        wanted, offset = solver(target.at(fit.strength), fit.ridge)
         # The best guess at the hidden units; and of what their contraction gives, what that misses.
-        fitted = merged(train, test) if options.refit else train
         guess = nn.functional.pad(torch.eye(units), (start, len(train.mean) - start - units)).to(train.mean)
-        weight, bias = readout(fitted, features, guess, fit.ridge)
-        assert fit.bias is not None
+        weight, bias = solver(guess, fit.ridge)
+        assert offset is not None
         assert bias is not None
         contraction = target.weight[:, start : start + units].to(weight)
-        weight = weight + self._before(fit.weight - contraction @ weight)
-        bias = bias + self._before((fit.bias - contraction @ bias)[:, None]).squeeze(1)
+        weight = weight + self._before(wanted - contraction @ weight)
+        bias = bias + self._before((offset - contraction @ bias)[:, None]).squeeze(1)
         return fit._replace(weight=weight, bias=bias)
 
     def _target(self, start: int, width: int) -> Target:
