@@ -21,8 +21,19 @@ from transformers import (
     BertForSequenceClassification,
 )
 
-from snnk_peft import FAMILIES, AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model, register_family
+from snnk_peft import (
+    FAMILIES,
+    AdapterPart,
+    FFNPart,
+    LowRankPart,
+    PoolerPart,
+    SNNKConfig,
+    bundle,
+    get_snnk_model,
+    register_family,
+)
 from snnk_peft.bundling import classes
+from snnk_peft.bundling.bundle import folded_model
 from snnk_peft.bundling.classes import bundle_model_class, register_bundles
 from snnk_peft.bundling.code_file import assemble, code_file
 from snnk_peft.bundling.modules import build_module
@@ -266,6 +277,36 @@ def test_a_parity_failure_names_the_error():
         )
     with pytest.raises(ValueError, match=r"readout.A of the adapter\) holds NaN in"):
         bundle(model)
+
+
+def test_a_model_that_makes_much_of_rounding():
+    """Logits are the difference of two pooled units that are nearly the same; the fold itself is exact."""
+    model = tiny("bert")
+    with torch.no_grad():
+        dense, head = model.bert.pooler.dense, model.classifier
+        dense.weight[1] = dense.weight[0] + 1e-6 * torch.randn(dense.in_features)
+        dense.bias[1] = dense.bias[0]
+        head.weight.zero_()
+        head.weight[:, :2] = torch.tensor([1.0, -1.0])
+        head.bias.zero_()
+    given = get_snnk_model(model, SNNKConfig(parts=[LowRankPart("ffn", rank=4, activation="identity")]))
+    with pytest.warns(RuntimeWarning, match="in float64: this model makes much of rounding"):
+        small = bundle(given)
+    assert small.bundle_report.parity_error > 1e-5
+    given.double()
+    assert relative_error(small.double()(**inputs_for(model)).logits, given.eval()(**inputs_for(model)).logits) < 1e-5
+
+
+def test_a_fold_that_is_wrong_is_refused(monkeypatch):
+    def wrong(base):
+        small, *rest = folded_model(base)
+        with torch.no_grad():
+            small.classifier.weight[0] *= 1.001
+        return small, *rest
+
+    monkeypatch.setattr("snnk_peft.bundling.bundle.folded_model", wrong)
+    with pytest.raises(ValueError, match=r"logits differs from the model's by \de-0[2-4] of its largest value"):
+        bundle(patched("bert", PARTS["houlsby"]))
 
 
 def test_the_wrong_head_or_a_changed_plan_is_refused():
