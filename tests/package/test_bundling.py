@@ -305,7 +305,7 @@ def test_a_fold_that_is_wrong_is_refused(monkeypatch):
         return small, *rest
 
     monkeypatch.setattr("snnk_peft.bundling.bundle.folded_model", wrong)
-    with pytest.raises(ValueError, match=r"logits differs from the model's by \de-0[2-4] of its largest value"):
+    with pytest.raises(ValueError, match=r"logits differs from the model's by .* of its largest value"):
         bundle(patched("bert", PARTS["houlsby"]))
 
 
