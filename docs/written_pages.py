@@ -57,7 +57,7 @@ def as_list(page: str) -> str:
 def pictures() -> dict[str, Path]:
     """Path below docs/ -> the picture that is shown there."""
     shown = {f"results/{name}/{file.name}": file for name in STUDIES for file in sorted((CARDS / name).glob("*.png"))}
-    shown["results/curve.png"] = BENCHMARKS / "convert_curve/curve.png"
+    shown["results/curve.png"] = BENCHMARKS / "convert_curve/sst2.png"
     shown["results/attention_on_gpu.png"] = BENCHMARKS / "gpu/attention_on_gpu/attention_on_gpu.png"
     return shown
 

@@ -42,9 +42,10 @@ class _Options(argparse.ArgumentParser):
     """Who has read them is the only one to write the figures: some benchmarks take what is there and add to it."""
 
     def parse_args(self, *given: Any) -> Any:
-        """As ever."""
+        """As ever; a program whose figures have no name yet holds them itself."""
         found = super().parse_args(*given)
-        hold(found.output)
+        if found.output is not None:
+            hold(found.output)
         return found
 
 

@@ -1,15 +1,13 @@
 """Convert a fine-tuned or pretrained model, and measure what that costs and gains; the original beside, in one run.
 
-    python recipes/benchmarks/convert_models.py sst2 --model path/to/minilm-l6-sst2 --data path/to/glue
-    python recipes/benchmarks/convert_models.py sst2 --help
+    python recipes/benchmarks/convert_models.py curve --model path/to/minilm-l6-sst2 --data path/to/glue
+    python recipes/benchmarks/convert_models.py curve --help
 
-    sst2        a BERT on SST-2, in all ways: accuracy, speed-up and seconds
-    task        the same on any task of texts
+    curve       agreement over latency of a BERT on a task of texts: conversions and their peers, in fp32 and int8
     cifar10     the FFNs of a ViT
     llama       the attention of a causal language model: perplexity, cache and speed
     llama_ffn   its gated FFNs: perplexity and size
     embeddings  a sentence encoder: its vectors, their similarities and neighbours
-    curve       agreement over latency: conversions and their peers, each in fp32 and int8
     sizes       seconds and memory of `convert`, from MiniLM to RoBERTa-large
 
 Figures go to results/convert_NAME.
@@ -24,7 +22,7 @@ from importlib import import_module
 from _bench import parser
 from transformers import logging
 
-NAMES = ("sst2", "task", "cifar10", "llama", "llama_ffn", "embeddings", "curve", "sizes")
+NAMES = ("curve", "cifar10", "llama", "llama_ffn", "embeddings", "sizes")
 
 
 def main() -> None:

@@ -13,19 +13,19 @@ import copy
 import statistics
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
 from _bench import alternate, parser, ratio, report
-from _conversions.sst2 import accuracy, batches, load, some
+from _conversions.finetuned import FineTuned, timed
+from _peers.blocks import model_inputs
 from torch import nn
 from transformers import logging
 
 from snnk_cli.exporting import ExportedFile
 from snnk_peft import ExportReport, FFNPart, SNNKConfig, bundle, calibrate, export, get_snnk_model
 
-SHAPES = {"32x64": (32, 64), "1x32": (1, 32)}
+SHAPES = ("32x64", "1x32")
 
 
 def call(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], None]:
@@ -48,13 +48,14 @@ def main() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
-    teacher, tokenizer, unlabelled, sentences, labels = load(arguments.model, arguments.data)
-    patched = get_snnk_model(copy.deepcopy(teacher), SNNKConfig(ffn=FFNPart(num_features=256), modules_to_save=[]))
-    calibration = batches(tokenizer, some(unlabelled, "any", 0, arguments.sentences))
+    one = FineTuned("sst2", arguments.model, arguments.data, max_length=64, batch_size=64)
+    config = SNNKConfig(ffn=FFNPart(num_features=256), modules_to_save=[])
+    patched = get_snnk_model(copy.deepcopy(one.teacher), config)
+    calibration = [model_inputs(batch) for batch in one.batches(arguments.sentences, seed=0)]
     calibrate(patched, calibration, progress=False)
     small = bundle(patched)
 
-    torch_models: dict[str, nn.Module] = {"original": teacher, "bundle": small}
+    torch_models: dict[str, nn.Module] = {"original": one.teacher, "bundle": small}
     checked = [{name: batch[name] for name in ("input_ids", "attention_mask")} for batch in calibration[::10]]
     models: dict[str, nn.Module] = {}
     made: dict[str, ExportReport] = {}
@@ -65,18 +66,15 @@ def main() -> None:
                 file = Path(folder) / f"{len(made)}.onnx"
                 made[key] = export(model, "onnx", file, batches=checked, int8=key.endswith("int8"))
                 models[key] = ExportedFile(file)
-        ids = torch.randint(1000, 20000, (32, 64), generator=torch.Generator().manual_seed(0))
         seconds = {}
-        for name, (examples, tokens) in SHAPES.items():
-            inputs = {"input_ids": ids[:examples, :tokens], "attention_mask": torch.ones(examples, tokens).long()}
-            seconds[name] = alternate(
-                {key: call(model, inputs) for key, model in models.items()}, arguments.repetitions
-            )
-        score = partial(accuracy, tokenizer=tokenizer, sentences=sentences, labels=labels)
+        for name in SHAPES:
+            inputs = timed(one.teacher, name)
+            runs = {key: call(model, inputs) for key, model in models.items()}
+            seconds[name] = alternate(runs, arguments.repetitions)
         rows = [
             {
                 "model": key,
-                "accuracy": score(model),
+                "accuracy": one.figures(model)["score"],
                 "MB": (made[key].bytes if key in made else sum(t.nbytes for t in model.state_dict().values())) / 2**20,
                 **{f"ms per {name}": 1000 * statistics.median(seconds[name][key]) for name in SHAPES},
                 **{f"speed-up {name}": ratio(seconds[name]["original, torch"], seconds[name][key]) for name in SHAPES},

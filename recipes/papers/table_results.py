@@ -38,9 +38,10 @@ WAYS = {
     ("distilled", "fp32"): ("distillation, as long", "tab:gray", "x"),
 }
 CLASSIFIERS = (
-    ("original", "int8", "int8 of the original"),
-    ("plan 2x", "fp32", "converted for 2 ×"),
-    ("plan 2.5x", "int8", "converted for 2.5 ×, then int8"),
+    ("sst2", "original", "int8", "SST-2 classifier, int8 of the original"),
+    ("sst2", "plan 2x", "fp32", "SST-2 classifier, converted for 2 ×"),
+    ("sst2", "plan 2.5x", "int8", "SST-2 classifier, converted for 2.5 ×, then int8"),
+    ("imdb", "plan 2x", "fp32", "IMDb classifier, 512 tokens, converted for 2 ×"),
 )
 LEAST = 85  # percent that are shown
 Points = list[tuple[float, float]]
@@ -81,8 +82,7 @@ def replaced(text: str, rows: str) -> str:
 def render(root: Path) -> str:
     """README.md's table: results that help to choose."""
     rows = [
-        *(classifier(benchmark(root, "convert_curve/metrics"), *point) for point in CLASSIFIERS),
-        planned("IMDb classifier, 512 tokens, 1.5 ×", benchmark(root, "convert_task/imdb"), "plan 1.5x"),
+        *(classifier(benchmark(root, f"convert_curve/{task}"), *point) for task, *point in CLASSIFIERS),
         language_model(benchmark(root, "convert_llama/metrics")),
         attention(benchmark(root, "attention/metrics")),
         adapters(root),
@@ -96,27 +96,14 @@ def benchmark(root: Path, name: str) -> Any:
     return read_json(root / f"recipes/benchmarks/results/{name}.json")
 
 
-def planned(what: str, figures: Mapping[str, Any], model: str) -> list[str]:
-    """A classifier whose layers `plan` chose."""
-    rows = {row["model"]: row for row in figures["rows"]}
-    before, after = rows["teacher"], rows[model]
-    score = "accuracy" if "accuracy" in after else "score"
-    return [
-        what,
-        f"accuracy {100 * before[score]:.1f}",
-        f"{100 * after[score]:.1f} at {after['speed-up']:.1f} × the speed",
-        f"{after['conversion seconds']:.0f} s, no labels",
-    ]
-
-
 def classifier(figures: Mapping[str, Any], point: str, kind: str, what: str) -> list[str]:
     """A point of the curve in fp32 or int8."""
     rows = {(row["point"], row["as"]): row for row in figures["rows"]}
     before, after = rows["original", "fp32"], rows[point, kind]
     return [
-        f"SST-2 classifier, {what}",
-        f"accuracy {100 * before['accuracy']:.1f}",
-        f"{100 * after['accuracy']:.1f} at {after['speed-up']:.1f} × the speed, "
+        what,
+        f"accuracy {100 * before['score']:.1f}",
+        f"{100 * after['score']:.1f} at {after['speed-up']:.1f} × the speed, "
         f"{100 * after['agreement']:.1f} % the same answers",
         f"{after['seconds']:.0f} s, no labels" if point != "original" else "export",
     ]
@@ -179,7 +166,7 @@ def head(figures: Mapping[str, Any]) -> list[str]:
 def curves(root: Path) -> dict[tuple[str, str], Points]:
     """Of each way and precision the speed-up and the share of the original's answers that is kept, in percent, by size;
     in fp32 the original before them."""
-    rows = benchmark(root, "convert_curve/metrics")["rows"]
+    rows = benchmark(root, "convert_curve/sst2")["rows"]
     found = {}
     for way, kind in WAYS:
         same = [row for row in rows if (row["point"].split()[0], row["as"]) == (way, kind)]

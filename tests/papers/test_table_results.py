@@ -43,10 +43,10 @@ def test_rows_have_the_figures_of_the_files(root: Path) -> None:
     header, _, *rows = table_results.render(root).splitlines()
     assert header == "| task | before | after | cost |"
     assert len(rows) == 8
-    curve = {(row["point"], row["as"]): row for row in stored(root, "convert_curve/metrics")["rows"]}
+    curve = {(row["point"], row["as"]): row for row in stored(root, "convert_curve/sst2")["rows"]}
     for row, point in zip(rows[:2], (("original", "int8"), ("plan 2x", "fp32")), strict=True):
         told = curve[point]
-        assert f"| {100 * told['accuracy']:.1f} at {told['speed-up']:.1f} × the speed, " in row
+        assert f"| {100 * told['score']:.1f} at {told['speed-up']:.1f} × the speed, " in row
         assert f" {100 * told['agreement']:.1f} % the same answers |" in row
     ours = next(row for row in stored(root, FAR)["decoding"] if (row["model"], row["tokens"]) == ("converted", 8192))
     assert f"{ours['ms per token']:.0f} ms, cache {ours['cache bytes'] / 1e6:.0f} MB" in rows[4]
@@ -58,7 +58,7 @@ def test_rows_have_the_figures_of_the_files(root: Path) -> None:
 
 def test_curves_begin_at_the_original_and_keep_every_size(root: Path) -> None:
     curves = table_results.curves(root)
-    rows = stored(root, "convert_curve/metrics")["rows"]
+    rows = stored(root, "convert_curve/sst2")["rows"]
     for way in ("plan", "svd", "distilled"):
         sizes = [(row["speed-up"], 100 * row["agreement"]) for row in rows if row["point"].startswith(f"{way} ")]
         kinds = [row["as"] for row in rows if row["point"].startswith(f"{way} ")]

@@ -2,26 +2,32 @@
 
     python recipes/benchmarks/convert_models.py curve --model path/to/minilm-l6-sst2 --data path/to/glue
     python recipes/benchmarks/convert_models.py curve --model .. --data .. --only "plan 2x" original --seeds 1
+    python recipes/benchmarks/convert_models.py curve --task imdb --model runs/imdb_full/model --data path/to/aclImdb \\
+        --max-length 512 --batch-size 8 --sentences 320 --score-at-most 1000 --shapes 4x512 \\
+        --only original plan attention --seeds 1
 
-A point is one way to make a fine-tuned BERT smaller, at one size, calibrated on sentences of one draw (of more than 40
-characters: most rows of SST-2's training set are pieces of sentences, and no user's texts are):
+A point is one way to make a fine-tuned BERT smaller, at one size, calibrated on training examples of one draw (of more
+than 40 characters: most rows of SST-2 are pieces of sentences, and no user's texts are):
 
 - original: as it is, in torch and in int8.
 - ffn: `convert` with all FFNs over so many features, ffn+ with 600 steps of recovery. plan: `convert` with a budget of
-  the latency that is timed. No labels.
+  the latency that is timed. attention: `convert` with linear attention in all layers and all FFNs over 192 features.
+  No labels.
 - svd: FFN matrices in low rank, whitened by the covariance of their inputs; no labels.
 - fisher, modegpt: pruning by Fisher information (Kwon et al. 2022; uses labels) and MoDeGPT (Lin et al. 2025; no
   labels) to a share of the multiply-adds of heads and FFNs.
 - distilled: so many of the layers, trained towards the original's answers for as long as `convert` took for 2x; no
   labels.
 
-Of each model and of its file with int8 Linears (`export`, on batches of the same sentences): the share of the
-original's answers that it keeps, KL to them, and accuracy, on the 872 development sentences at 64 tokens; and the speed
-of 32 x 64 tokens, original and point in turn in one pass, so that a busy machine slows both. Milliseconds are the
-original's in its quickest pass over the speed-up. fp32 is timed in torch, int8 in ONNX Runtime, on as many threads.
+Of each model and of its file with int8 Linears (`export`, on batches of the same examples): the task's score on its
+validation examples; the share of the original's answers that it keeps there, and the distance to them in nats (of
+numbers the correlation, and the error over the variance); and the speed on random tokens of each of `--shapes`, 32 x 64
+without any, original and point in turn in one pass, so that a busy machine slows both. Milliseconds are the original's
+in its quickest pass over the speed-up, on the first shape. fp32 is timed in torch, int8 in ONNX Runtime, on as many
+threads.
 
-A point is written to the figures as soon as it is measured, and a further run measures only what is missing. curve.png
-is drawn beside them.
+A point is written to the figures as soon as it is measured, and a further run measures only what is missing. A picture
+is drawn beside them. Figures go to results/convert_curve/TASK.json.
 """
 
 from __future__ import annotations
@@ -31,94 +37,67 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from _bench import alternate, report, show
+from _bench import RESULTS, alternate, report, show
 from _peers.blocks import Batch, model_inputs
-from data import TASKS
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from _conversions.curve_points import REFERENCE, Make, points, timed
-from _conversions.sst2 import SHORTEST
+from _conversions import finetuned
+from _conversions.curve_points import REFERENCE, Make, points
+from _conversions.finetuned import FineTuned, timed
 from snnk_cli.exporting import ExportedFile
 from snnk_cli.files import read_json, write_json
+from snnk_cli.lock import hold
 from snnk_cli.plots import make_axes, store
 from snnk_peft import export
-from snnk_peft.calibrating.answers import Answers, Comparison
 
 CHECKED = 10  # every so many batches are given to `export`
-WAYS = ("original", "ffn", "ffn+", "plan", "svd", "fisher", "modegpt", "distilled")
+TOLD = ("speed-up", "agreement", "distance", "score", "seconds")
+WAYS = ("original", "ffn", "ffn+", "plan", "attention", "svd", "fisher", "modegpt", "distilled")
 
 
-class Judge:
-    """Compares a model with the original, on the development sentences and in time."""
+def speeds(one: FineTuned, models: Mapping[str, nn.Module], shapes: Sequence[str], repetitions: int) -> Any:
+    """Of each model the original's milliseconds, and its time over the model's, of the quickest pass each."""
 
-    def __init__(self, teacher: nn.Module, questions: Sequence[Batch], repetitions: int):
-        self.teacher, self.questions, self.repetitions = teacher, questions, repetitions
-        with torch.inference_mode():
-            self.expected = [teacher(**model_inputs(batch)).logits for batch in questions]
-
-    def figures(self, model: nn.Module) -> dict[str, float]:
-        """Agreement, KL in nats, accuracy."""
-        comparison, right, count = Comparison(Answers(self.teacher)), 0, 0
-        for batch, expected in zip(self.questions, self.expected, strict=True):
+    def forward(model: nn.Module, inputs: Batch) -> Callable[[], None]:
+        def run() -> None:
             with torch.inference_mode():
-                given = model(**model_inputs(batch)).logits
-            comparison.update({"logits": expected}, {"logits": given}, batch)
-            right += int((given.argmax(-1) == batch["labels"]).sum())
-            count += len(given)
-        found = comparison.figures()
-        return {"agreement": found["agreement"], "KL": found["divergence"], "accuracy": right / count}
+                model(**inputs)
 
-    def speeds(self, models: Mapping[str, nn.Module]) -> dict[str, dict[str, float]]:
-        """The original's milliseconds, and its time over the model's, of the quickest pass each."""
-        inputs = timed(self.teacher)
+        return run
 
-        def forward(model: nn.Module) -> Callable[[], None]:
-            def run() -> None:
-                with torch.inference_mode():
-                    model(**inputs)
-
-            return run
-
-        found = {}
+    found: dict[str, dict[str, float]] = {name: {} for name in models}
+    for number, shape in enumerate(shapes):
+        inputs = timed(one.teacher, shape)
         for name, model in models.items():
-            taken = alternate({"": forward(self.teacher), name: forward(model)}, self.repetitions)
+            taken = alternate({"": forward(one.teacher, inputs), name: forward(model, inputs)}, repetitions)
             least, own = min(taken[""]), min(taken[name])
-            found[name] = {"original ms": 1000 * least, "speed-up": least / own}
-        return found
+            if number:
+                found[name][f"at {shape}"] = least / own
+            else:
+                found[name] |= {"original ms": 1000 * least, "speed-up": least / own}
+    return found
 
 
-def tokenized(tokenizer: Any, sentences: Sequence[str], labels: Sequence[int], length: int = 64) -> list[Batch]:
-    """Padded batches of 64 with labels, sentences of similar length together."""
-    order = sorted(range(len(sentences)), key=lambda i: len(sentences[i]))
-    batches = []
-    for start in range(0, len(order), 64):
-        index = order[start : start + 64]
-        texts = [sentences[i] for i in index]
-        batch = dict(tokenizer(texts, truncation=True, max_length=length, padding=True, return_tensors="pt"))
-        batches.append({**batch, "labels": torch.tensor([labels[i] for i in index])})
-    return batches
-
-
-def measured(name: str, make: Make, seed: int, judge: Judge, batches: Sequence[Batch]) -> list[dict[str, Any]]:
+def measured(name: str, make: Make, seed: int, one: FineTuned, given: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one point, in fp32 and in int8."""
+    batches = one.batches(given.sentences, seed)
     start = time.perf_counter()
-    model = make(judge.teacher, batches, seed)
+    model = make(one.teacher, batches, seed)
     seconds = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.onnx"
-        some_of_them = [model_inputs(batch) for batch in batches[::CHECKED]]
-        export(model, "onnx", file, batches=some_of_them, int8=True)
+        export(model, "onnx", file, batches=[model_inputs(batch) for batch in batches[::CHECKED]], int8=True)
         both = {"fp32": model, "int8": ExportedFile(file)}
-        speeds = judge.speeds(both)
+        taken = speeds(one, both, given.shapes, given.repetitions)
         return [
-            {"point": name, "seed": seed, "as": kind, **judge.figures(one), **speeds[kind], "seconds": seconds}
-            for kind, one in both.items()
+            {"point": name, "seed": seed, "as": kind, **one.figures(each), **taken[kind], "seconds": seconds}
+            for kind, each in both.items()
         ]
 
 
@@ -130,8 +109,7 @@ def means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for point, kind in keys:
         same = [row for row in rows if (row["point"], row["as"]) == (point, kind)]
         mean = {
-            name: statistics.mean(row[name] for row in same)
-            for name in ("speed-up", "agreement", "KL", "accuracy", "seconds")
+            name: statistics.mean(row[name] for row in same) for name in same[0] if name in TOLD or name[:3] == "at "
         }
         least = min(row["agreement"] for row in same)
         table.append({"point": point, "as": kind, "ms": quickest / mean["speed-up"], **mean, "least": least})
@@ -156,7 +134,7 @@ def at_equal_speed(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def draw(table: Sequence[Mapping[str, Any]], file: Path) -> None:
+def draw(table: Sequence[Mapping[str, Any]], shape: str, file: Path) -> None:
     """Agreement over latency: a colour per way, full lines in fp32, dashed ones in int8."""
     figure, axes = make_axes(size=(9, 6))
     for number, name in enumerate(WAYS):
@@ -166,42 +144,40 @@ def draw(table: Sequence[Mapping[str, Any]], file: Path) -> None:
             )
             if known:
                 axes.plot(*zip(*known, strict=True), style, color=f"C{number}", label=f"{name}, {kind}")
-    axes.set(xlabel="ms per batch of 32 x 64 tokens", ylabel="share of the original's answers kept")
+    axes.set(xlabel=f"ms per {shape} tokens", ylabel="share of the original's answers kept")
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     store(figure, file)
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
     """What is compared, and with what."""
-    options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned classifier, a BERT")
-    options.add_argument("--data", required=True, help="folder that holds SST-2/{train,dev}.tsv")
-    options.add_argument("--sentences", type=int, default=2500, help="training sentences of a draw (default 2500)")
-    options.add_argument("--seeds", type=int, default=3, help="draws of them (default 3)")
+    finetuned.add_options(options)
+    options.add_argument("--shapes", nargs="+", default=["32x64"], help="that are timed, the first for plan")
+    options.add_argument("--seeds", type=int, default=3, help="draws of the examples (default 3)")
     options.add_argument("--only", nargs="+", default=[], help='points or ways, such as "plan 2x" or svd')
     options.add_argument("--again", action="store_true", help="measure these anew")
+    options.set_defaults(output=None)
 
 
 def fault(arguments: argparse.Namespace) -> str | None:
     """What is there to measure."""
     if chosen(arguments.only):
         return None
-    return f"--only {' '.join(arguments.only)} names no point; expected some of {', '.join(points(float))}"
+    return f"--only {' '.join(arguments.only)} names no point; expected some of {', '.join(points('', float))}"
 
 
 def chosen(only: Sequence[str]) -> list[str]:
     """The points of these names or ways; all for none."""
-    return [name for name in points(float) if not only or name in only or name.split()[0] in only]
+    return [name for name in points("", float) if not only or name in only or name.split()[0] in only]
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure what is missing, and write after each point."""
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    teacher = AutoModelForSequenceClassification.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    data = TASKS["sst2"].load(arguments.data)
-    questions = tokenized(tokenizer, list(data["validation"]["sentence1"]), list(data["validation"]["label"]))
-    judge = Judge(teacher, questions, arguments.repetitions)
-    given = {"teacher": arguments.model.name, "sentences": arguments.sentences, "threads": torch.get_num_threads()}
-    output, names = arguments.output, chosen(arguments.only)
+    output, names = arguments.output or RESULTS / "convert_curve" / f"{arguments.task}.json", chosen(arguments.only)
+    hold(output)
+    kept = ("task", "max_length", "batch_size", "score_at_most", "sentences", "shapes")
+    given = {"teacher": arguments.model.name, "threads": torch.get_num_threads()}
+    given |= {name: vars(arguments)[name] for name in kept}
     rows = earlier(output, given)
     if arguments.again:
         rows = [row for row in rows if row["point"] not in names or row["seed"] >= arguments.seeds]
@@ -214,26 +190,23 @@ def run(arguments: argparse.Namespace) -> None:
             )
         return float(found[0])
 
-    for seed in range(arguments.seeds):
-        whole = [row for row in data["train"] if len(row["sentence1"]) > SHORTEST]
-        texts, labels = ([row[name] for row in whole] for name in ("sentence1", "label"))
-        index = np.random.default_rng(seed).permutation(len(texts))[: arguments.sentences].tolist()
-        batches = tokenized(tokenizer, [texts[i] for i in index], [labels[i] for i in index])
-        for name, make in points(seconds).items():
-            if name in names and not any((row["point"], row["seed"]) == (name, seed) for row in rows):
-                rows += measured(name, make, seed, judge, batches)
-                write_json(output, {**given, "measured": rows})
-                for row in rows[-2:]:
-                    told = ("speed-up", "agreement", "KL", "accuracy", "seconds")
-                    print(
-                        f"{name}, {row['as']}, seed {seed}: " + ", ".join(f"{n} {row[n]:.4g}" for n in told), flush=True
-                    )
+    from_task = (arguments.task, arguments.model, arguments.data, arguments.max_length, arguments.batch_size)
+    one = FineTuned(*from_task, arguments.score_at_most)
+    made = points(arguments.shapes[0], seconds)
+    for seed, name in product(range(arguments.seeds), names):
+        if any((row["point"], row["seed"]) == (name, seed) for row in rows):
+            continue
+        rows += measured(name, made[name], seed, one, arguments)
+        write_json(output, {**given, "measured": rows})
+        for row in rows[-2:]:
+            told = ", ".join(f"{key} {row[key]:.4g}" for key in TOLD)
+            print(f"{name}, {row['as']}, seed {seed}: {told}", flush=True)
     table = means(rows)
     equal = at_equal_speed(table)
-    report({**given, "measured": rows, "at_equal_speed": equal}, table, output, "SST-2: agreement over latency")
+    report({**given, "measured": rows, "at_equal_speed": equal}, table, output, f"{arguments.task} without labels")
     if equal:
         show(equal, "Agreement at equal speed, interpolated")
-    draw(table, output.with_name("curve.png"))
+    draw(table, arguments.shapes[0], output.with_suffix(".png"))
 
 
 def earlier(output: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:

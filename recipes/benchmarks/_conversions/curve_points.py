@@ -7,16 +7,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from _peers import distilling, fisher_pruning, modegpt
 from _peers.blocks import Batch, Cost, model_inputs
 from torch import nn
 
-from snnk_peft import FFNPart, LowRankPart, SNNKConfig, bundle, calibrate, convert, get_snnk_model
+from _conversions.finetuned import timed
+from snnk_peft import AttentionPart, FFNPart, LowRankPart, SNNKConfig, bundle, calibrate, convert, get_snnk_model
 
 Make = Callable[[nn.Module, Sequence[Batch], int], nn.Module]
 FEATURES = (256, 128)
 LONG = 600  # steps of a recovery that takes as long as it needs
+CENTROIDS, BESIDE = 64, 192  # of each head, and features of the FFNs where attention is linear
 BUDGETS = ("1.5x", "2x", "2.5x", "3x")
 SHARES = (0.8, 0.55, 0.42)  # heads alone cost .351
 LAYERS = (4, 3, 2)
@@ -36,9 +37,15 @@ def ffn(teacher: nn.Module, batches: Sequence[Batch], seed: int, count: int, **h
     return converted(teacher, batches, seed, budget=None, parts=[FFNPart(num_features=count)], **how)
 
 
-def planned(teacher: nn.Module, batches: Sequence[Batch], seed: int, budget: str) -> nn.Module:
+def planned(teacher: nn.Module, batches: Sequence[Batch], seed: int, budget: str, shape: str) -> nn.Module:
     """For a budget of the latency that is timed."""
-    return converted(teacher, batches, seed, budget=budget, inputs=timed(teacher))
+    return converted(teacher, batches, seed, budget=budget, inputs=timed(teacher, shape))
+
+
+def linear(teacher: nn.Module, batches: Sequence[Batch], seed: int, count: int) -> nn.Module:
+    """Attention over centroids in all layers, and all FFNs over fewer features."""
+    parts = [AttentionPart("mixture", "centroids", num_features=count), FFNPart(num_features=BESIDE)]
+    return converted(teacher, batches, seed, budget=None, parts=parts)
 
 
 def svd(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module:
@@ -52,14 +59,8 @@ def svd(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module
     return bundle(patched).eval()
 
 
-def timed(model: Any) -> dict[str, torch.Tensor]:
-    """32 x 64 random tokens."""
-    ids = torch.randint(model.config.vocab_size, (32, 64), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
-
-
-def points(seconds: Callable[[int], float]) -> dict[str, Make]:
-    """All ways and sizes, by name; `seconds` that the reference took, for a seed."""
+def points(shape: str, seconds: Callable[[int], float]) -> dict[str, Make]:
+    """All ways and sizes, by name; with what is timed, and the `seconds` that the reference took, for a seed."""
 
     def shared(teacher: nn.Module, batches: Sequence[Batch], seed: int, how: Any, share: float) -> nn.Module:
         made: nn.Module = how(teacher, batches, share)
@@ -73,7 +74,8 @@ def points(seconds: Callable[[int], float]) -> dict[str, Make]:
         "original": lambda teacher, batches, seed: teacher,
         **{f"ffn {count}": partial(ffn, count=count) for count in FEATURES},
         f"ffn+ {FEATURES[1]}": partial(ffn, count=FEATURES[1], steps=LONG),
-        **{f"plan {budget}": partial(planned, budget=budget) for budget in BUDGETS},
+        **{f"plan {budget}": partial(planned, budget=budget, shape=shape) for budget in BUDGETS},
+        f"attention {CENTROIDS}": partial(linear, count=CENTROIDS),
         **{f"{name} {share}": partial(shared, how=how, share=share) for name, how in peers.items() for share in SHARES},
         **{f"distilled {count}": partial(distilled, layers=count) for count in LAYERS},
     }

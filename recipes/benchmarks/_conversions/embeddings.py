@@ -32,7 +32,7 @@ from data import TASKS
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from _conversions.sst2 import timed_inputs
+from _conversions.finetuned import timed
 from snnk_cli.files import read_json
 from snnk_cli.plots import make_axes, store
 from snnk_peft import convert
@@ -139,8 +139,7 @@ def figures_of(given: Sequence[Tensor], on: Judged, original: Sequence[Tensor]) 
 
 def measured(name: str, model: Model, size: int, door: Opened, on: Judged, original: Any, repetitions: int) -> Any:
     """A row of the table."""
-    inputs = timed_inputs([TIMED], door.model.config.vocab_size, door.model.config.max_position_embeddings)
-    taken = {name: value for name, value in next(iter(inputs.values())).items() if name != "position_ids"}
+    taken = timed(door.model, TIMED)
 
     def forward(which: Model) -> Callable[[], None]:
         def run() -> None:
@@ -217,7 +216,7 @@ def run(arguments: argparse.Namespace) -> None:
         model: Any = door.model
         if name != "original":
             options = {"samples": len(texts), "steps": arguments.steps, "progress": False}
-            done = convert(str(arguments.model), texts, name, **options)
+            done = convert(str(arguments.model), texts, name, inputs=timed(door.model, TIMED), **options)
             print(done.report, flush=True)
             model, made[name] = _encoder(done.model), done.report.to_dict()
         add(name, model, sum(tensor.nbytes for tensor in model.state_dict().values()))

@@ -58,7 +58,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "attention_estimates"
 PAIRS = [*((c, p) for c in COMPONENTS for p in MATRICES), ("posrf", "gaussian"), ("trigrf", "orf")]
 SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 FITTED = [64, 128]
-SHORTEST = 40  # characters of what is taken for a whole sentence, as in benchmarks/convert_models.py sst2
+SHORTEST = 40  # characters of what is taken for a whole sentence, as in benchmarks/convert_models.py
 
 
 class Heads(NamedTuple):

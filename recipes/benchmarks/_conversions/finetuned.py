@@ -1,0 +1,101 @@
+"""A fine-tuned model on its task: batches to calibrate on, and what another model keeps of its answers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from data import TASKS
+from torch import nn
+
+from snnk_cli.evaluation import Alone, evaluation_splits, predict
+from snnk_cli.modality import modality_of
+from snnk_cli.settings import DataSection
+from snnk_cli.teacher import load_teacher
+from snnk_peft.calibrating.answers import Answers, Comparison
+from snnk_peft.tasks.texts import batches_by_length
+
+SHORTEST = 40  # characters: most rows of SST-2's training set are pieces of sentences, and no user's texts are
+COLUMNS = ("sentence1", "sentence2")
+Batch = dict[str, torch.Tensor]
+
+
+class FineTuned:
+    """A classifier or regressor of texts, in eval mode and float32, and the data of its task.
+
+    Args:
+        task: name of the task.
+        model: folder of the model and its tokenizer.
+        data: folder of the task's files.
+        max_length: tokens of an example.
+        batch_size: of all batches.
+        score_at_most: examples that are scored; None for all.
+    """
+
+    def __init__(
+        self, task: str, model: Path, data: str, max_length: int, batch_size: int, score_at_most: int | None = None
+    ):
+        self.task: Any = TASKS[task]
+        self.teacher, self.reader = load_teacher(str(model), self.task)
+        self.section, self.batch_size = DataSection(dir=data, max_length=max_length), batch_size
+        rows = self.task.load(data, splits=["train", *self.task.validation_splits])
+        columns = [rows["train"][name] for name in COLUMNS if name in rows["train"].column_names]
+        long = [number for number, texts in enumerate(zip(*columns, strict=True)) if sum(map(len, texts)) > SHORTEST]
+        self.train = rows["train"].select(long)
+        scored = evaluation_splits(self.task, rows, score_at_most)
+        self.scored = {name: self.examples(part) for name, part in scored.items()}
+        self.expected = self.logits(self.teacher)
+
+    def examples(self, rows: Any) -> Any:
+        """Tokenised rows."""
+        return modality_of(self.task).examples(rows, self.reader, self.section, self.task)
+
+    def batches(self, count: int, seed: int) -> list[Batch]:
+        """So many training examples with labels, drawn by the seed; of similar length together."""
+        index = np.random.default_rng(seed).permutation(len(self.train))[:count].tolist()
+        examples = self.examples(self.train.select(index))
+        lengths = examples.lengths
+        return [examples.batch(each) for each in batches_by_length(lengths, range(len(lengths)), self.batch_size)]
+
+    def logits(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Of the scored examples, with their labels, by split."""
+        alone = Alone(torch.device("cpu"))
+        found = {name: predict(model, each, self.batch_size, alone) for name, each in self.scored.items()}
+        return {name: both for name, both in found.items() if both is not None}
+
+    def figures(self, model: nn.Module) -> dict[str, float]:
+        """`score`, of the task; `agreement`, the share of the original's answers that are kept, of numbers their
+        correlation with the original's; `distance` to these in nats, of numbers the error over the variance.
+        """
+        given, comparison = self.logits(model), Comparison(Answers(self.teacher))
+        for name, (logits, _) in given.items():
+            comparison.update({"logits": self.expected[name][0]}, {"logits": logits}, {})
+        found = comparison.figures()
+        scores = {name: self.task.compute(*both) for name, both in given.items()}
+        return {
+            "score": float(self.task.summarize(scores)["score"]),
+            "agreement": found["agreement"] if "agreement" in found else found["correlation"],
+            "distance": comparison.distance(),
+        }
+
+
+def add_options(options: argparse.ArgumentParser, batch_size: int = 64) -> None:
+    """What a `FineTuned` is made from."""
+    texts = [name for name in TASKS.names() if TASKS[name].modality == "text"]
+    options.add_argument("--task", default="sst2", choices=texts, metavar="TASK", help="of texts (default sst2)")
+    options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned model")
+    options.add_argument("--data", required=True, help="folder that holds the task's files")
+    options.add_argument("--max-length", type=int, default=64, help="tokens of an example (default 64)")
+    options.add_argument("--batch-size", type=int, default=batch_size, help=f"of all batches (default {batch_size})")
+    options.add_argument("--score-at-most", type=int, help="examples that are scored (default all)")
+    options.add_argument("--sentences", type=int, default=2500, help="training examples of a draw (default 2500)")
+
+
+def timed(model: Any, shape: str) -> Batch:
+    """Random tokens of a shape such as "32x64"."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(model.config.vocab_size, tuple(map(int, shape.split("x"))), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
