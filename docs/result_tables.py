@@ -109,6 +109,15 @@ def curve(task: str, *ways: str) -> str:
     return grid(rows, *columns, ("seconds", "seconds", fixed(0)))
 
 
+def sizes() -> str:
+    """What `convert` takes, by size of the model."""
+    millions = (("parameters, millions", "parameters"), ("after", "converted"))
+    columns: list[Column] = [(title, key, fixed(1, 1e6)) for title, key in millions]
+    columns += [SPEED, ("seconds", "seconds", fixed(0)), ("memory, GB", "peak MB", fixed(1, 1000))]
+    columns += [("of forward passes alone", "forward alone, MB", fixed(1, 1000))]
+    return grid(read("convert_sizes/metrics.json")["rows"], NAME, *columns)
+
+
 def exported() -> str:
     """A classifier and its bundle in torch, in ONNX and with int8 Linears."""
     size: tuple[Column, ...] = (("accuracy", "accuracy", percent), ("MB", "MB", fixed(0)))
@@ -220,6 +229,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "language_model": language_model,
     "fewer_units": fewer_units,
     "curve": lambda: curve("sst2"),
+    "sizes": sizes,
     "exported": exported,
     "embeddings": embeddings,
     "step_minilm": lambda: training_step("adapter_step/metrics.json"),
