@@ -12,30 +12,20 @@ from __future__ import annotations
 import copy
 import statistics
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from _bench import alternate, parser, ratio, report
+from _bench import parser, ratio, report
 from _conversions.finetuned import FineTuned, timed
 from _peers.blocks import model_inputs
 from torch import nn
 from transformers import logging
 
 from snnk_cli.exporting import ExportedFile
+from snnk_cli.timing import forward_seconds
 from snnk_peft import ExportReport, FFNPart, SNNKConfig, bundle, calibrate, export, get_snnk_model
 
 SHAPES = ("32x64", "1x32")
-
-
-def call(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], None]:
-    """One forward pass."""
-
-    def run() -> None:
-        with torch.inference_mode():
-            model(**inputs)
-
-    return run
 
 
 def main() -> None:
@@ -68,9 +58,7 @@ def main() -> None:
                 models[key] = ExportedFile(file)
         seconds = {}
         for name in SHAPES:
-            inputs = timed(one.teacher, name)
-            runs = {key: call(model, inputs) for key, model in models.items()}
-            seconds[name] = alternate(runs, arguments.repetitions)
+            seconds[name] = forward_seconds(models, timed(one.teacher, name), arguments.repetitions)
         rows = [
             {
                 "model": key,

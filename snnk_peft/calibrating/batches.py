@@ -155,9 +155,10 @@ def split(inputs: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
     """So many examples of a batch at a time; the whole batch where not every tensor has a row for each of them."""
     examples = examples_in(inputs)
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
-    if any(len(value) != examples for value in tensors.values()):
-        size = examples
-    for start in range(0, max(1, examples), max(1, size)):
+    if examples < 2 or any(len(value) != examples for value in tensors.values()):
+        yield dict(inputs)
+        return
+    for start in range(0, examples, size):
         yield {name: value[start : start + size] if name in tensors else value for name, value in inputs.items()}
 
 

@@ -107,16 +107,9 @@ def fit_corrected(
     assert best is not None
     whole = judge.spread() if spread is None else _Judge(held_out, features, spread.at(1.0), square).spread()
     if refit:
-        weight, bias = readout(merged(train, held_out), features, target.at(best.strength), best.ridge, intercept)
+        weight, bias = Solver(merged(train, held_out), features, intercept)(target.at(best.strength), best.ridge)
         best = best._replace(weight=weight, bias=bias)
     return best._replace(error=relative_error(best.error, *whole))
-
-
-def readout(
-    moments: SecondMoments, features: Tensor, goal: Tensor, ridge: float, intercept: bool = True
-) -> tuple[Tensor, Tensor | None]:
-    """A (o, m) and a (o,) for the outputs T v, with T (o, width) the `goal`, and one ridge; the rest as above."""
-    return Solver(moments, features, intercept)(goal, ridge)
 
 
 def merged(one: SecondMoments, other: SecondMoments) -> SecondMoments:

@@ -22,7 +22,7 @@ from snnk_peft import (
     get_snnk_model,
 )
 from snnk_peft.calibrating.answers import Answers, Comparison
-from snnk_peft.calibrating.batches import Survey
+from snnk_peft.calibrating.batches import Survey, split
 from snnk_peft.calibrating.sensitivity import Sensitivity, differentiating, sensitivities
 from snnk_peft.calibrating.streams import sum_behind
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -359,3 +359,13 @@ def test_memory_that_runs_out_is_no_missing_derivative() -> None:
     for error, expected in ((torch.OutOfMemoryError, torch.OutOfMemoryError), (NotImplementedError, UnsupportedError)):
         with pytest.raises(expected), differentiating(torch.nn.Linear(2, 2)):
             raise error("of torch")
+
+
+def test_a_packed_batch_is_not_cut_apart() -> None:
+    """One row of tokens and where its texts begin: rows of the second are none of the first's."""
+    packed = {"input_ids": torch.arange(12)[None], "cu_seq_lens_q": torch.tensor([0, 5, 12]), "max_length_q": 7}
+    (whole,) = split(packed, 1)
+    assert whole == packed
+    pairs = list(split({"input_ids": torch.arange(10).view(5, 2), "return_dict": True}, 2))
+    assert [each["input_ids"].tolist() for each in pairs] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
+    assert all(each["return_dict"] for each in pairs)

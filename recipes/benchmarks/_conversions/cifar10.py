@@ -14,16 +14,16 @@ import argparse
 import copy
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from _bench import alternate, ratio, report
+from _bench import ratio, report
 from data import TASKS
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from snnk_cli.images import ImageExamples
+from snnk_cli.timing import forward_seconds
 from snnk_peft import FFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 
 CONVERSIONS = {
@@ -65,14 +65,6 @@ def run(arguments: argparse.Namespace) -> None:
         return right / len(test)
 
     shown = {"pixel_values": test.batch(range(min(32, len(test))))["pixel_values"]}
-
-    def forward(model: nn.Module) -> Callable[[], None]:
-        def run() -> None:
-            with torch.inference_mode():
-                model(**shown)
-
-        return run
-
     models, fitted, seconds = {"teacher": teacher}, {}, {"teacher": 0.0}
     for name, part in CONVERSIONS.items():
         start = time.perf_counter()
@@ -81,7 +73,7 @@ def run(arguments: argparse.Namespace) -> None:
         fitted[name] = calibrate(patched, calibration, progress=False).to_dict()
         models[name] = bundle(patched).eval()
         seconds[name] = time.perf_counter() - start
-    taken = alternate({name: forward(model) for name, model in models.items()}, arguments.repetitions)
+    taken = forward_seconds(models, shown, arguments.repetitions)
     rows = [
         {
             "model": name,

@@ -36,15 +36,15 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from _bench import RESULTS, alternate, report, show
-from _peers.blocks import Batch, model_inputs
+from _bench import RESULTS, report, show
+from _peers.blocks import model_inputs
 from torch import nn
 
 from _conversions import finetuned
@@ -54,6 +54,7 @@ from snnk_cli.exporting import ExportedFile
 from snnk_cli.files import read_json, write_json
 from snnk_cli.lock import hold
 from snnk_cli.plots import make_axes, store
+from snnk_cli.timing import forward_seconds
 from snnk_peft import export
 
 CHECKED = 10  # every so many batches are given to `export`
@@ -63,19 +64,11 @@ WAYS = ("original", "ffn", "ffn+", "plan", "attention", "svd", "fisher", "modegp
 
 def speeds(one: FineTuned, models: Mapping[str, nn.Module], shapes: Sequence[str], repetitions: int) -> Any:
     """Of each model the original's milliseconds, and its time over the model's, of the quickest pass each."""
-
-    def forward(model: nn.Module, inputs: Batch) -> Callable[[], None]:
-        def run() -> None:
-            with torch.inference_mode():
-                model(**inputs)
-
-        return run
-
     found: dict[str, dict[str, float]] = {name: {} for name in models}
     for number, shape in enumerate(shapes):
         inputs = timed(one.teacher, shape)
         for name, model in models.items():
-            taken = alternate({"": forward(one.teacher, inputs), name: forward(model, inputs)}, repetitions)
+            taken = forward_seconds({"": one.teacher, name: model}, inputs, repetitions)
             least, own = min(taken[""]), min(taken[name])
             if number:
                 found[name][f"at {shape}"] = least / own

@@ -218,7 +218,8 @@ def run(arguments: argparse.Namespace) -> None:
             options = {"samples": len(texts), "steps": arguments.steps, "progress": False}
             done = convert(str(arguments.model), texts, name, inputs=timed(door.model, TIMED), **options)
             print(done.report, flush=True)
-            model, made[name] = _encoder(done.model), done.report.to_dict()
+            told = done.report.to_dict()
+            model, made[name] = _encoder(done.model), {key: told[key] for key in ("seconds", "recovery")}
         add(name, model, sum(tensor.nbytes for tensor in model.state_dict().values()))
         with tempfile.TemporaryDirectory() as folder:
             inputs = dict(door.reader(texts[:BATCH], padding=True, truncation=True, max_length=64, return_tensors="pt"))

@@ -82,14 +82,14 @@ class FineTuned:
         }
 
 
-def add_options(options: argparse.ArgumentParser, batch_size: int = 64) -> None:
+def add_options(options: argparse.ArgumentParser) -> None:
     """What a `FineTuned` is made from."""
     texts = [name for name in TASKS.names() if TASKS[name].modality == "text"]
     options.add_argument("--task", default="sst2", choices=texts, metavar="TASK", help="of texts (default sst2)")
     options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned model")
     options.add_argument("--data", required=True, help="folder that holds the task's files")
     options.add_argument("--max-length", type=int, default=64, help="tokens of an example (default 64)")
-    options.add_argument("--batch-size", type=int, default=batch_size, help=f"of all batches (default {batch_size})")
+    options.add_argument("--batch-size", type=int, default=64, help="of all batches (default 64)")
     options.add_argument("--score-at-most", type=int, help="examples that are scored (default all)")
     options.add_argument("--sentences", type=int, default=2500, help="training examples of a draw (default 2500)")
 

@@ -47,7 +47,7 @@ from snnk_peft.solvers.centroids import (
     output_error,
     sharpest,
 )
-from snnk_peft.solvers.corrected import Target, fit_corrected, merged, readout
+from snnk_peft.solvers.corrected import Solver, Target, fit_corrected, merged
 from snnk_peft.solvers.landmarks import SecondMoments
 from snnk_peft.solvers.reduce import ErrorMeter, same_everywhere
 
@@ -204,12 +204,12 @@ class AttentionFitter(Fitter):
         fit = fit_corrected(both[0], both[1], features, target, metric, self.options.ridges, intercept=intercept)
         step, offset = fit.weight, fit.bias
         if self.options.refit:
-            step, offset = readout(merged(*both), features, target.at(fit.strength), fit.ridge, intercept)
+            step, offset = Solver(merged(*both), features, intercept)(target.at(fit.strength), fit.ridge)
         weight = self.weight.double() + step
         bias = offset if self.bias is None or offset is None else self.bias.double() + offset
         self.readout.take(weight, bias)
         # Whether attention is lost shows in its own output, without what earlier layers got wrong.
-        own = readout(both[0], features, target.at(0.0), fit.ridge, intercept)
+        own = Solver(both[0], features, intercept)(target.at(0.0), fit.ridge)
         after, measured = ErrorMeter(), (self.weight + own[0].to(self.weight)).T
         for recorded in test:
             estimate = recorded.linear(self.kernel) @ measured

@@ -28,7 +28,7 @@ from snnk_peft.layers.slots import (
 )
 from snnk_peft.low_rank import InputMoments, factorize
 from snnk_peft.low_rank.rearranged import rearranged_factors
-from snnk_peft.solvers.corrected import Target, error_of, fit_corrected, merged, moved, readout
+from snnk_peft.solvers.corrected import Solver, Target, error_of, fit_corrected, merged, moved
 from snnk_peft.solvers.landmarks import SecondMoments
 from snnk_peft.solvers.narrow import principal_factors
 from snnk_peft.solvers.reduce import ErrorMeter, relative_error
@@ -168,7 +168,7 @@ class LowRankFitter(Fitter):
         if self.options.refit:
             both = merged(train, test)
             rest = moved(target, features, weight).at(full.strength)
-            U, V, bias = reduced(both, weight + readout(both, features, rest, full.ridge, intercept)[0])
+            U, V, bias = reduced(both, weight + Solver(both, features, intercept)(rest, full.ridge)[0])
         own_bias = None if bias is None or self.bias is None else bias + self.bias.to(bias)
         self.layer.set_factors(U, V, own_bias)
         return Fit(self.layer.rank, train.count, test.count, full.ridge, before, after, unknowns=self.layer.rank + 1)

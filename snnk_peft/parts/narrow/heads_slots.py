@@ -28,7 +28,7 @@ from snnk_peft.layers.slots import (
 )
 from snnk_peft.parts.base import refuse_offloaded
 from snnk_peft.parts.narrow.linear import NarrowLinear, OneMatrix
-from snnk_peft.solvers.corrected import CorrectedFit, Target, fit_corrected, merged, readout
+from snnk_peft.solvers.corrected import CorrectedFit, Solver, Target, fit_corrected, merged
 from snnk_peft.solvers.landmarks import SecondMoments
 from snnk_peft.solvers.narrow import narrow_products, narrow_values
 from snnk_peft.solvers.reduce import ErrorMeter, same_everywhere, summed
@@ -204,7 +204,7 @@ class HeadsFitter(Fitter):
             kept, columns = self._keep(both)
             moments, target = self._kept(columns, both)
             features = torch.arange(len(columns), device=moments.mean.device)
-            weight, bias = readout(moments, features, target.at(fit.strength), fit.ridge)
+            weight, bias = Solver(moments, features)(target.at(fit.strength), fit.ridge)
         slot.keep_values(value, kept)
         assert bias is not None
         # It was fitted to values with their bias.
