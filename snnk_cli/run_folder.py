@@ -157,6 +157,7 @@ def environment(root: Path) -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": packages,
         "cpu_count": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "git_commit": commit,

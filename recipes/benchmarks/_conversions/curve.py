@@ -170,6 +170,7 @@ def run(arguments: argparse.Namespace) -> None:
     hold(output)
     kept = ("task", "max_length", "batch_size", "score_at_most", "sentences", "shapes")
     given = {"teacher": arguments.model.name, "threads": torch.get_num_threads()}
+    given["cpu"] = torch.backends.cpu.get_cpu_capability()  # int8 is much slower without AVX-512's dot products
     given |= {name: vars(arguments)[name] for name in kept}
     rows = earlier(output, given)
     if arguments.again:
