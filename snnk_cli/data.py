@@ -185,11 +185,21 @@ def steps_per_epoch(examples: int, batch_size: int, accumulation: int) -> int:
 
 
 def calibration_batches(
-    examples: Examples, config: FinetuneConfig, device: torch.device | str, rank: int = 0, world: int = 1
+    examples: Examples,
+    config: FinetuneConfig,
+    device: torch.device | str,
+    rank: int = 0,
+    world: int = 1,
+    count: int | None = None,
+    by_length: bool = False,
 ) -> list[dict[str, torch.Tensor]]:
-    """`method.calibrate_samples` training examples drawn with the seed, as model inputs; this process's share."""
+    """`method.calibrate_samples` training examples, or `count`, drawn with the seed, as model inputs; this process's
+    share. Batches `by_length` have less padding, and are no samples of all examples."""
     generator = torch.Generator().manual_seed(config.train.seed)
-    chosen = torch.randperm(len(examples), generator=generator)[: config.method.calibrate_samples].tolist()
+    count = config.method.calibrate_samples if count is None else count
+    chosen = torch.randperm(len(examples), generator=generator)[:count].tolist()
+    if by_length:
+        chosen.sort(key=lambda index: examples.lengths[index])
     # Whole batches are held out to choose the regularisation: at least eight, so that one is a small part; and every
     # process needs one.
     size = min(config.train.eval_batch_size, max(1, len(chosen) // max(8, world)))

@@ -18,6 +18,7 @@ from transformers import get_scheduler
 
 from snnk_cli.data import ExampleSet
 from snnk_cli.evaluation import score
+from snnk_cli.models import is_of_head
 from snnk_cli.plots import learning_curve
 from snnk_cli.settings import StepSettings
 
@@ -213,14 +214,26 @@ class Experiment(ABC, Generic[Config]):
 
 
 def make_optimizer(model: torch.nn.Module, train: StepSettings, beta2: float = 0.999) -> torch.optim.AdamW:
-    """AdamW over the trained parameters; vectors (biases, norms, gates) are not decayed."""
-    trained = [value for value in model.parameters() if value.requires_grad]
+    """AdamW over the trained parameters; vectors (biases, norms, gates) are not decayed.
+
+    The task head may have a rate of its own (`train.head_learning_rate`).
+    """
+    trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    own = getattr(train, "head_learning_rate", None)
+    heads = {name for name in trained if own is not None and is_of_head(name)}
     groups = [
-        {"params": [value for value in trained if value.dim() >= 2], "weight_decay": train.weight_decay},
-        {"params": [value for value in trained if value.dim() < 2], "weight_decay": 0.0},
+        {
+            "params": [v for n, v in trained.items() if (n in heads) == of_head and (v.dim() >= 2) == matrices],
+            "weight_decay": train.weight_decay if matrices else 0.0,
+            **({RATE: own / train.learning_rate} if of_head and own is not None else {}),
+        }
+        for of_head in (False, True)
+        for matrices in (True, False)
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.learning_rate, betas=(0.9, beta2))
 
+
+RATE = "share_of_rate"  # of a group of parameters: its learning rate over that of the schedule
 
 # train.schedule of a budget of steps -> transformers' name of it
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "rsqrt": "inverse_sqrt"}

@@ -20,15 +20,16 @@ from snnk_cli.baselines import PEFT_BASELINES, train_biases_and_norms, with_base
 from snnk_cli.files import read_json
 from snnk_cli.modality import load_tokenizer, modality_of, nowhere
 from snnk_cli.settings import MethodSection
-from snnk_peft import calibrate, calibrate_adapters, get_snnk_model
+from snnk_peft import HeadFeatures, calibrate, calibrate_adapters, get_snnk_model, with_head
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.solvers.reduce import process
 from snnk_peft.tuner.slot_layer import SlotLayer
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+HEAD_FILE = "snnk_head.json"  # beside an adapter that was trained behind a wide head: what that reads
 _POOLER = re.compile(r"(^|\.)pooler\.")
 # What a part puts before a classifier, a pooler of its own, is none of it.
-_HEAD = re.compile(r"(^|\.)(classifier|score|pre_classifier)\.(?!(.*\.)?snnk_slots\.[^.]+\.\d+\.layer\.)")
+_HEAD = re.compile(r"(^|\.)(classifier|score|pre_classifier|snnk_head)\.(?!(.*\.)?snnk_slots\.[^.]+\.\d+\.layer\.)")
 
 
 def resolve_model(name_or_path: str, asked_by: str = "model.name_or_path") -> str:
@@ -230,7 +231,8 @@ def build_model(
     if method.name in PEFT_BASELINES:
         task_type = _task_type(base)
         # Of the task types PEFT knows, it saves the head by itself.
-        saved = [*(_heads(base) if task_type is None else []), *(["pooler"] if train_pooler else [])]
+        peft_knows = task_type is not None and not hasattr(base, "snnk_head")
+        saved = [*([] if peft_knows else _heads(base)), *(["pooler"] if train_pooler else [])]
         return with_baseline(base, method, saved, task_type, seed)
 
     # None lets snnk_peft train the classifier; an explicit list has to name it too.
@@ -266,10 +268,32 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return [name for name in found if name != model.base_model_prefix]
 
 
+def is_of_head(name: str) -> bool:
+    """Whether a parameter belongs to the task head."""
+    return _HEAD.search(name) is not None
+
+
+def with_wide_head(base: PreTrainedModel, task: Any) -> PreTrainedModel:
+    """The model with the head of `method.head=wide`.
+
+    Raises:
+        ConfigError: every word has a label.
+    """
+    columns = task.text_columns if task.modality == "text" else ()
+    if "words" in columns:
+        raise ConfigError(
+            "method.head is wide, which gives one answer per example, and every word of this task has a "
+            "label; set method.head=own"
+        )
+    layers = base.config.get_text_config().num_hidden_layers
+    wide: PreTrainedModel = with_head(base, HeadFeatures.means(layers, pairs="sentence2" in columns))
+    return wide
+
+
 def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
     """Trained parameters (all, and those outside the classification head) and all parameters of the model in use."""
     trained = {name: value.numel() for name, value in model.named_parameters() if value.requires_grad}
-    head = sum(count for name, count in trained.items() if _HEAD.search(name))
+    head = sum(count for name, count in trained.items() if is_of_head(name))
     total = sum(value.numel() for name, value in model.named_parameters() if ".original_module." not in name)
     return {
         "trainable": sum(trained.values()),
@@ -294,6 +318,8 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, Any]:
         asked_by = f"base_model_name_or_path in {folder / 'adapter_config.json'}"
         base, _ = load_pretrained(resolve_model(config.base_model_name_or_path, asked_by), task)
         try:
+            if (folder / HEAD_FILE).is_file():
+                base = with_head(base, HeadFeatures(read_json(folder / HEAD_FILE)["views"]))
             model = peft.PeftModel.from_pretrained(base, str(folder))
         except RuntimeError as error:
             raise ConfigError(f"the adapter in {folder} does not fit its base model and task: {error}") from error

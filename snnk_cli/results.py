@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from snnk_cli.checkpoint import load_model
-from snnk_cli.files import write_folder
+from snnk_cli.files import write_folder, write_json
 from snnk_cli.modality import modality_of
-from snnk_cli.models import build_model, load_pretrained, resolve_model
+from snnk_cli.models import HEAD_FILE, build_model, load_pretrained, resolve_model, with_wide_head
 from snnk_cli.run_folder import best_checkpoint, check_checkpoint
 from snnk_cli.settings import FinetuneConfig
 from snnk_cli.task_settings import find_task
@@ -27,6 +27,8 @@ def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, Any]:
     """The model of a run's best checkpoint, in eval mode, with its reader."""
     pretrained, task = resolve_model(run.model.name_or_path), find_task(run)
     base, _ = load_pretrained(pretrained, task, run.model.pretrained)
+    if run.method.head == "wide":
+        base = with_wide_head(base, task)
     model = build_model(base, run.method, run.train.seed, calibration=None)
     load_model(trained_checkpoint(folder, run), model)
     return model.eval(), modality_of(task).reader(pretrained, task)
@@ -65,6 +67,9 @@ def save_models(
         def fill(target: Path) -> None:
             content.save_pretrained(str(target))
             reader.save_pretrained(str(target))
+            if name == "adapter" and config.method.head == "wide":
+                head = content.get_base_model().snnk_head
+                write_json(target / HEAD_FILE, {"views": head.reader.features.to_dict()["views"]})
             if name == "adapter" and config.method.name == "snnk":
                 # PEFT's own card does not say `import snnk_peft`, without which nothing loads.
                 parts = {part: vars(value) for part, value in content.peft_config["default"].named_parts().items()}

@@ -139,11 +139,19 @@ class MethodSection(PoolingSection):
         False, "make the adapters' rows from the gradients of one labelled pass; for projections free and informed"
     )
     calibrate_samples: int = option(1024, "training sentences that calibration reads", low=8)
+    head: str = option(
+        "own",
+        "own: the model's classifier; wide: a Linear that reads the means of all layers, and of pairs of texts also "
+        "how these differ, for every method",
+        choices=("own", "wide"),
+    )
     fit_head: bool = option(
         False,
-        "fit the new head in closed form to the labels of calibrate_samples examples before anything is trained, for "
-        "every method: gradients then say from the first step on what tells examples apart",
+        "fit the new head in closed form to the labels of calibrate_samples examples (a wide one: of head_samples) "
+        "before anything is trained, for every method: gradients then say from the first step on what tells examples "
+        "apart. A wide head is taken only if it beats chance",
     )
+    head_samples: int = option(4000, "training examples that a wide head is fitted to, at most", low=8)
     train_base: bool = option(
         False,
         "also train the pretrained weights that stay in use, as the SNNK paper's uptraining does (method snnk); such a "
@@ -179,9 +187,9 @@ class MethodSection(PoolingSection):
             try:
                 self.snnk_config()
             except ConfigError as error:
-                return error.faults
-            return []
-        faults = []
+                return self._head_faults() + error.faults
+            return self._head_faults()
+        faults = self._head_faults()
         if self.pooling == "mean":
             faults.append(
                 f"pooling is mean, and method {self.name} leaves what the pooler reads as it is; set method.name=snnk, "
@@ -194,6 +202,11 @@ class MethodSection(PoolingSection):
         if self.train_base:
             faults.append(f"train_base is true; method {self.name} decides itself what is trained: set it to false")
         return faults
+
+    def _head_faults(self) -> list[str]:
+        if self.head == "own" or self.pooler == "frozen" or self.name == "full":
+            return []
+        return ["head is wide, which reads no pooler, and pooler is not frozen; set one of them to its default"]
 
     def snnk_config(self, task_type: str | None = "SEQ_CLS", **arguments: Any) -> SNNKConfig:
         """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
@@ -259,6 +272,9 @@ class FinetuneTrain(TrainSection):
         "once, with the checkpoint that was chosen; null chooses on these splits, which flatters the score a little",
         above=0,
         high=0.5,
+    )
+    head_learning_rate: float | None = option(
+        None, "peak learning rate of the task head; null: learning_rate", above=0, high=10
     )
     dropout: float | None = option(
         None, "probability of every kind of dropout in the model; null keeps the model's own", low=0, high=0.99

@@ -19,7 +19,7 @@ from snnk_cli.checkpoint import prune, save_checkpoint
 from snnk_cli.config import dump_yaml
 from snnk_cli.data import share
 from snnk_cli.evaluation import DivergedError
-from snnk_cli.experiment import Data, Experiment, RunState, Schedule
+from snnk_cli.experiment import RATE, Data, Experiment, RunState, Schedule
 from snnk_cli.files import sha256
 from snnk_cli.processes import clip_gradients
 from snnk_cli.run_folder import StopSignal, choose_checkpoint
@@ -237,7 +237,7 @@ def train_step(
     trained = [value for group in optimizer.param_groups for value in group["params"]]
     norm = clip_gradients(accelerator, trained, math.inf if max_grad_norm is None else max_grad_norm)
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(RATE, 1.0)
     optimizer.step()
     optimizer.zero_grad()
     advance(model)  # random matrices with redraw_every count steps

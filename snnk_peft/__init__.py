@@ -11,6 +11,7 @@ import snnk_peft.tuner  # noqa: F401 - registers the PEFT method
 from snnk_peft.bundling.bundle import bundle
 from snnk_peft.bundling.closed_form import fit_closed_form
 from snnk_peft.bundling.closed_form_head import ClosedFormHead
+from snnk_peft.bundling.head_bundle import with_head
 from snnk_peft.calibrating.adapters import calibrate_adapters
 from snnk_peft.calibrating.attention import fit_attention
 from snnk_peft.calibrating.calibrate import calibrate
@@ -92,4 +93,5 @@ __all__ = [
     "get_snnk_model",
     "plan",
     "register_family",
+    "with_head",
 ]

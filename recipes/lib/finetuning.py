@@ -13,7 +13,14 @@ from snnk_cli.data import calibration_batches
 from snnk_cli.evaluation import evaluation_splits, held_back_rows, repeat_notes
 from snnk_cli.experiment import Data, Experiment, Finished, Schedule, of_epochs
 from snnk_cli.modality import modality_of
-from snnk_cli.models import build_model, dropout_settings, load_pretrained, resolve_model, trained_on_means
+from snnk_cli.models import (
+    build_model,
+    dropout_settings,
+    load_pretrained,
+    resolve_model,
+    trained_on_means,
+    with_wide_head,
+)
 from snnk_cli.results import cost_of, save_models
 from snnk_cli.settings import FinetuneConfig, PoolingSection
 from snnk_cli.task_settings import completed, find_task
@@ -72,6 +79,9 @@ class Finetuning(Experiment[FinetuneConfig]):
         quiet = dropout_settings(self.pretrained, config.train.dropout)
         base, fresh = load_pretrained(self.pretrained, self.task, config.model.pretrained, **quiet)
         self.modality.check(base, self.reader, config.data)
+        wide = config.method.head == "wide"
+        if wide:
+            base, fresh = with_wide_head(base, self.task), ["snnk_head.linear.bias"]
         random = [name for name in fresh if "pooler." in name and config.method.pooler == "frozen"]
         if random and config.method.name != "full":
             accelerator.print(f"note: {self.pretrained} has no pooler weights; the frozen pooler is random: {random}")
@@ -87,10 +97,13 @@ class Finetuning(Experiment[FinetuneConfig]):
         if config.method.fit_head and head_with_bias(base, fresh) is None:
             accelerator.print("note: method.fit_head fits new heads with a bias; this model's stays as it is")
         elif config.method.fit_head and calibration is not None:
-            fit = fit_closed_form(base, calibration, as_logits=True)
-            accelerator.print(
-                f"head {fit.head} fitted to {fit.examples} examples, relative error {fit.relative_error:.3f}"
-            )
+            read = calibration
+            if wide:
+                read = calibration_batches(
+                    data.train, config, device, rank, world, config.method.head_samples, by_length=True
+                )
+            fit = fit_closed_form(base, read, as_logits=True)
+            accelerator.print(fit)
         return build_model(base, config.method, config.train.seed, calibration)
 
     def schedule(self, per_epoch: int) -> Schedule:

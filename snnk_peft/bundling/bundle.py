@@ -16,9 +16,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from snnk_peft.bundling.attention import attention_spec
-from snnk_peft.bundling.classes import bundle_model_class
+from snnk_peft.bundling.classes import bundle_model_class, original_class
 from snnk_peft.bundling.fold import FoldPlan, Place, places, plan_folds
 from snnk_peft.bundling.modules import spec_of
+from snnk_peft.bundling.pooled_head import PooledHeadModel
 from snnk_peft.bundling.report import BundleReport, compare, probe_inputs
 from snnk_peft.calibrating.batches import checked_one
 from snnk_peft.calibrating.guards import named_padding, refuse_not_finite, refuse_overflow
@@ -185,11 +186,13 @@ def _tensors(table: dict[str, Place], plan: FoldPlan, dtype: torch.dtype) -> tup
 
 
 def _build(base: PreTrainedModel, table: dict[str, Place], plan: FoldPlan, state: Tensors, volatile: Tensors) -> Any:
-    cls = bundle_model_class(type(base))
+    headed = isinstance(base, PooledHeadModel)  # its head is new, and nothing of its encoder is folded
+    cls = bundle_model_class(original_class(type(base)) if headed else type(base), pooled=headed)
     fields = {key: value for key, value in copy.deepcopy(base.config.to_dict()).items() if key not in REMOVED_FIELDS}
     fields["snnk_plan"] = {
         "model_class": cls.__name__,
         "modules": {
+            **(base.config.snnk_plan["modules"] if headed else {}),
             **{path: spec_of(module, table[path].module) for path, module in plan.modules.items()},
             **{path: attention_spec(kernel) for path, kernel in plan.additions.items()},
             **plan.altered,

@@ -29,6 +29,7 @@ from snnk_peft.bundling.pooled_head import PooledHeadModel, forward_like
 from snnk_peft.bundling.report import BundleReport
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import FAMILIES
+from snnk_peft.families.base import BUNDLE_TYPE
 from snnk_peft.model_card import mentions_import, write_model_card
 from snnk_peft.saved_folder import written_whole
 from snnk_peft.stamps import stamp_together
@@ -182,7 +183,7 @@ def bundle_config_class(base: type[PretrainedConfig]) -> type[Any]:
     """The config class of bundles of models with config class `base`; made and registered on first use."""
     name = f"{PREFIX}{base.__name__}"
     if name not in globals():
-        made = type(name, (LazyConfig, base), {"model_type": f"snnk_{base.model_type}", "__module__": __name__})
+        made = type(name, (LazyConfig, base), {"model_type": BUNDLE_TYPE + base.model_type, "__module__": __name__})
         made.__doc__ = f"{base.__name__} of a bundled model; `snnk_plan` says what was exchanged."
         globals()[name] = made
         AutoConfig.register(made.model_type, made)  # type: ignore[attr-defined]

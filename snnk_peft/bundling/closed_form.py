@@ -25,17 +25,22 @@ from torch import nn
 
 from snnk_peft.arguments import in_words, number_faults, numbers_faults
 from snnk_peft.bundling.classes import SavedBundle
+from snnk_peft.bundling.pooled_head import HEAD, PooledHead
 from snnk_peft.calibrating.batches import LabelledRows, labelled, model_inputs, of_batch
 from snnk_peft.calibrating.guards import all_or_nothing, evaluating, named_padding, refuse_not_finite, refuse_overflow
 from snnk_peft.calibrating.inputs import masked_tokens
 from snnk_peft.errors import ConfigError, NumericalWarning, UnsupportedError
+from snnk_peft.heads.features import HeadReader
 from snnk_peft.heads.fitted import HEAD_RIDGES
+from snnk_peft.heads.start import Start, starting_head
 from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whole, require_finite
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.solvers.reduce import same_everywhere
+from snnk_peft.solvers.reduce import TokenSample, same_everywhere
 from snnk_peft.solvers.ridge import GramAccumulator, one_hot_targets
 from snnk_peft.solvers.ridge_posterior import cross_validated
 from snnk_peft.tuner.given_model import refuse_inference_tensors, takes_model
+
+SAMPLE = 4000  # examples that a head from `with_head` is fitted to at most
 
 
 @dataclass(frozen=True)
@@ -44,10 +49,14 @@ class HeadFit:
 
     Args:
         head: path of the fitted Linear.
-        examples: number of examples of all processes.
+        examples: number of examples of all processes, that were fitted.
         ridge: the λ that was used, absolute (scikit-learn's alpha).
         relative_error: squared error on the fitted examples divided by the variance of the targets.
         seconds: wall time, forward passes included.
+        cross_validated: squared error by generalised cross-validation, divided by the variance of the targets; of a
+            head from `with_head` only.
+        taken: False if that error was no smaller than 1 or than with permuted targets: the head then starts from the
+            targets' mean alone.
     """
 
     head: str
@@ -55,9 +64,18 @@ class HeadFit:
     ridge: float
     relative_error: float
     seconds: float
+    cross_validated: float | None = None
+    taken: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def __str__(self) -> str:
+        found = f"head {self.head} fitted to {self.examples:,} examples in {self.seconds:.1f} s, relative error "
+        found += f"{self.relative_error:.3f}"
+        if self.cross_validated is not None:
+            found += f", cross-validated {self.cross_validated:.3f}"
+        return found if self.taken else f"{found}: no better than chance, so that it starts from the mean target"
 
 
 @takes_model
@@ -71,6 +89,9 @@ def fit_closed_form(
     as_logits: bool = False,
 ) -> HeadFit:
     """Fit the task head of a classifier to labels in one pass, in place; all or nothing, as `calibrate`.
+
+    A head from `with_head` is fitted to a sample of 4,000 examples at most, so that it can be trained on from there:
+    with enough examples per parameter, and only if it beats chance (`heads/start.py`).
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches, of any size:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
@@ -125,38 +146,62 @@ def fit_closed_form(
     refuse_inference_tensors(model)
     refuse_not_finite(model)
     with all_or_nothing(model, ()):  # nothing is written to, but modules are switched to eval mode and get hooks
-        path, head, moments, of_classes = _pass(model, batches, targets)
-    if ridge is None:
-        ridge = cross_validated(moments, ridges).ridge * moments.ridge_scale
-    fit = moments.solve(ridge)
-    weight, bias = fit.weight, fit.bias
-    assert bias is not None
+        path, head, moments, sample, of_classes = _pass(model, batches, targets)
+    whole: nn.Module = head
+    began: Start | None = None
+    if sample is None:
+        if ridge is None:
+            ridge = cross_validated(moments, ridges).ridge * moments.ridge_scale
+        fit = moments.solve(ridge)
+        weight, bias, error = fit.weight, fit.bias, fit.relative_error
+        assert bias is not None
+    else:
+        whole, pairs = model.get_submodule(HEAD), sample.reduced()
+        vectors, wanted = pairs.split([head.in_features, head.out_features], 1)
+        began = starting_head(vectors, wanted, ridges=ridges if ridge is None else [ridge / len(vectors)])
+        weight, bias, ridge, error = began.weight, began.bias, began.ridge * len(vectors), began.relative_error
     if as_logits and of_classes:
         counted = moments.target_mean
         shares = (counted * moments.count + 1) / (moments.count + head.out_features)  # none is 0
         weight, prior = weight / shares[:, None], shares.log()
         bias = prior - prior.mean() + (bias - counted) / shares
-    with all_or_nothing(head, head.parameters()), torch.no_grad():
+    with all_or_nothing(whole, [*whole.parameters(), *whole.buffers()]), torch.no_grad():
         head.weight.copy_(weight)
         head.bias.copy_(bias)
-        same_everywhere(head)
-    return HeadFit(path, moments.count, ridge, fit.relative_error, time.perf_counter() - start)
+        if began is not None:
+            whole.mean.copy_(began.mean)  # type: ignore[operator]
+            whole.scale.copy_(began.scale)  # type: ignore[operator]
+        same_everywhere(whole)
+    seconds = time.perf_counter() - start
+    if began is None:
+        return HeadFit(path, moments.count, ridge, error, seconds)
+    return HeadFit(path, len(pairs), ridge, error, seconds, 1 - began.explained, began.taken)
 
 
 def _pass(
     model: nn.Module, batches: Iterable[Mapping[str, Any]], targets: str
-) -> tuple[str, nn.Linear, GramAccumulator, bool]:
-    """Run the pass; returns path and module of the head, the moments, and whether targets are classes."""
+) -> tuple[str, nn.Linear, GramAccumulator, TokenSample | None, bool]:
+    """Run the pass.
+
+    Returns:
+        path and module of the head; the moments; of a head from `with_head` instead a sample of [vectors, targets],
+        and the moments of the targets alone; whether targets are classes.
+    """
     bundled = isinstance(model, SavedBundle) and model.config.snnk_plan.get("head") is not None
     path_and_head = bundled_head(model)[:2] if bundled else None
+    sample: TokenSample | None = None
+    pooled = getattr(model, HEAD, None)
+    if isinstance(pooled, PooledHead) and pooled.standardized:
+        sample, path_and_head = TokenSample(SAMPLE, torch.Generator().manual_seed(0)), (f"{HEAD}.linear", pooled.linear)
     names = list((getattr(getattr(model, "config", None), "id2label", None) or {}).values())
-    of_classes, moments, known = False, _moments_of(path_and_head), LabelledRows()
+    of_classes, known = False, LabelledRows()
+    moments = _moments_of(path_and_head) if sample is None else GramAccumulator(1, pooled.linear.out_features)  # type: ignore[union-attr]
     for index, inputs, given in labelled(model, batches, targets):
         path_and_head = logits_head(model, inputs) if path_and_head is None else path_and_head
         head = path_and_head[1]
-        if index == 0:
+        if index == 0 and sample is None:
             moments = _moments_of(path_and_head)
-        features = head_features(model, head, inputs)
+        features = head_features(model, head if sample is None else pooled.reader, inputs)  # type: ignore[union-attr]
         if not bool(features.isfinite().all()):
             refuse_overflow(model, model_inputs(model, inputs), f"batch {index}")
         with of_batch(index):
@@ -172,7 +217,11 @@ def _pass(
         of_classes = classes
         if of_classes:
             known.add(inputs, labels)
-        moments.update(features, wanted.to(features.device))
+        wanted = wanted.to(features.device)
+        if sample is not None:
+            sample.update(torch.cat([features.double(), wanted], 1))
+            features = features.mean(1, keepdim=True)  # of which only is asked whether it varies
+        moments.update(features, wanted)
     moments.reduce()
     known.reduce()
     known.warn_if_contradicting(stacklevel=5)
@@ -184,7 +233,7 @@ def _pass(
     for note in fit_notes(moments.count, moments.target_mean if of_classes else None, names, varies):
         warnings.warn(note, NumericalWarning, stacklevel=4)
     assert path_and_head is not None
-    return *path_and_head, moments, of_classes
+    return *path_and_head, moments, sample, of_classes
 
 
 def _moments_of(path_and_head: tuple[str, nn.Linear] | None) -> GramAccumulator:
@@ -253,11 +302,14 @@ def bundled_head(model: nn.Module) -> tuple[str, nn.Linear, FeatureStage]:
 
 
 @torch.no_grad()
-def head_features(model: nn.Module, head: nn.Linear, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Compute the inputs of the head for a batch, (n, features), in eval mode."""
+def head_features(model: nn.Module, head: nn.Linear | HeadReader, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Compute the inputs of the head, or the outputs of its reader, for a batch, (n, features), in eval mode."""
     caught: list[torch.Tensor] = []
     given = model_inputs(model, inputs)
-    note = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
+    if isinstance(head, HeadReader):
+        note = head.register_forward_hook(lambda module, args, out: caught.append(out))
+    else:
+        note = head.register_forward_pre_hook(lambda module, args: caught.append(args[0]))
     with note, evaluating(model), named_padding(model, masked_tokens(given)):
         model(**given)
     return caught[0]

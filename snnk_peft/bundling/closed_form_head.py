@@ -22,22 +22,21 @@ from torch import Tensor, nn
 
 from snnk_peft.arguments import in_words
 from snnk_peft.bundling.bundle import TOLERANCES
-from snnk_peft.bundling.head_bundle import PROBLEMS, head_report, with_head
-from snnk_peft.bundling.pooled_head import PooledHead, hidden_states_of, second_text, separator_of
+from snnk_peft.bundling.head_bundle import PROBLEMS, classifier_with, encoder_and_reader, head_report
+from snnk_peft.bundling.pooled_head import PooledHead, as_pairs, hidden_states_of, second_text
 from snnk_peft.bundling.report import probe_inputs
 from snnk_peft.calibrating.batches import LabelledRows, checked_one, labelled, model_inputs, of_batch
 from snnk_peft.calibrating.guards import evaluating, refuse_not_finite
 from snnk_peft.digests import tensor_digest, value_digest
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.heads.features import HeadFeatures, HeadReader
+from snnk_peft.heads.features import HeadFeatures
 from snnk_peft.heads.fitted import HEAD_RIDGES, FittedHead
 from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.solvers.reduce import TokenSample, gathered
-from snnk_peft.tuner.given_model import of_transformers, outside_inference_mode, plain_model
-from snnk_peft.tuner.slot_layer import is_of_an_adapter
+from snnk_peft.tuner.given_model import outside_inference_mode
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
-ROUNDINGS = 8  # by which variances of what a model computes differ at most when other examples stand in the batch
+ROUNDINGS = 64  # by which variances of what a model computes differ at most when other examples stand in the batch
 
 
 class ClosedFormHead:
@@ -84,13 +83,6 @@ class ClosedFormHead:
         names: Sequence[str] | None = None,
         remember: bool = False,
     ):
-        given = plain_model(model)
-        if any(is_of_an_adapter(module) for module in given.modules()):
-            raise UnsupportedError(
-                f"{type(given).__name__} holds an adapter; expected a plain encoder, or a model with a head. A model "
-                "from get_snnk_model becomes one by snnk_peft.bundle, others by merge_and_unload()"
-            )
-        self.model = of_transformers(given, "expected an encoder, or a model with a head")
         faults: list[str] = []
         if not isinstance(features, (HeadFeatures, type(None))):
             instead = "names=[...]" if _are_texts(features) else "HeadFeatures([(-1, 'mean')])"
@@ -99,18 +91,10 @@ class ClosedFormHead:
             faults.append(f"names is {in_words(names)}; expected a list of texts, one per class, label or number")
         if faults:
             raise ConfigError(faults)
-        self.features = features or HeadFeatures()
+        self.model, self.reader = encoder_and_reader(model, features)
+        self.features: HeadFeatures = self.reader.features
         self.encoder: nn.Module = self.model.base_model
-        images, config = self.model.main_input_name == "pixel_values", self.model.config
-        sizes = getattr(config, "vision_config", config) if images else config.get_text_config()
-        if getattr(sizes, "is_encoder_decoder", False) or not hasattr(sizes, "hidden_size"):
-            raise UnsupportedError(
-                f"{type(given).__name__} is no stack of Transformer layers with one vector for each token "
-                "(config.hidden_size); expected an encoder or a decoder. Of an encoder-decoder give model.get_encoder()"
-            )
-        self.names = _checked(names if names is not None else (config.id2label or {}).values())
-        self.reader = HeadReader(self.features, sizes.hidden_size, sizes.num_hidden_layers + 1)
-        self.reader.to(self.model.device).eval()
+        self.names = _checked(names if names is not None else (self.model.config.id2label or {}).values())
         origin = {"weights": _digest(self.encoder), "features": self.features.to_dict(), "names": self.names}
         self.statistics = HeadStatistics(self.reader.out_dim, len(self.names), kind, origin, remember)
         self.fitted: FittedHead | None = None
@@ -295,7 +279,7 @@ class ClosedFormHead:
         with torch.no_grad():
             head.linear.weight.copy_(temperature * fitted.weight)
             head.linear.bias.copy_(temperature * (fitted.bias - shift))
-        made = with_head(self.model, head, self.names, PROBLEMS[fitted.kind])
+        made = classifier_with(self.model, head, self.names, PROBLEMS[fitted.kind])
         error = self._difference(made, temperature, shift)
         tolerance = TOLERANCES.get(self.model.dtype, 1e-5)
         if not error <= tolerance:
@@ -303,7 +287,9 @@ class ClosedFormHead:
                 f"the bundle's logits differ from the fitted head's by {error:.1e} of the largest; expected at most "
                 f"{tolerance:.0e}. Load the model in float32"
             )
-        made.config.snnk_plan["report"] = head_report(self.model, made, error, tolerance).to_dict()
+        report = head_report(self.model, made, error, tolerance)
+        report.remarks.append("the head was fitted in closed form (ridge regression)")
+        made.config.snnk_plan["report"] = report.to_dict()
         return made
 
     @torch.no_grad()
@@ -312,12 +298,7 @@ class ClosedFormHead:
         assert self.fitted is not None
         inputs = probe_inputs(self.model)
         if self.reader.features.of_pairs:
-            ids, separator = inputs["input_ids"], separator_of(self.model.config)
-            half = ids.shape[1] // 2
-            if separator is None:
-                inputs["token_type_ids"] = (torch.arange(ids.shape[1], device=ids.device) >= half).long().expand_as(ids)
-            else:
-                ids[:, half] = separator
+            inputs = as_pairs(inputs, self.model.config)
         wanted = temperature * (self.fitted.scores(self.vectors(inputs)) - shift)
         return float((made(**inputs).logits - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
 

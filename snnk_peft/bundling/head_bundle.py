@@ -1,6 +1,8 @@
 """A bundle made of any model's encoder and a `PooledHead`: the original pooler and head are left out.
 
 BertModel, BertForMaskedLM, a bundle of a converted BERT, ...  ->  SnnkPooledBertForSequenceClassification
+
+With a fitted head (`ClosedFormHead.bundle`), or with a new one to be trained (`with_head`).
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
+from snnk_peft.arguments import in_words
 from snnk_peft.bundling.bundle import REMOVED_FIELDS, filled
 from snnk_peft.bundling.classes import POOLED_PREFIX, SavedBundle, bundle_model_class, original_class
 from snnk_peft.bundling.pooled_head import HEAD, PooledHead
 from snnk_peft.bundling.report import BundleReport, Folded
-from snnk_peft.errors import UnsupportedError
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.heads.features import HeadFeatures, HeadReader
 from snnk_peft.model_card import hub_id
+from snnk_peft.tuner.given_model import of_transformers, plain_model
+from snnk_peft.tuner.slot_layer import is_of_an_adapter
 
 # Kind of targets -> `problem_type` of transformers' configs.
 PROBLEMS = {
@@ -38,7 +44,7 @@ def classifier_class(model: PreTrainedModel) -> type[PreTrainedModel]:
         UnsupportedError: there is none.
     """
     config: Any = original_class(type(model)).config_class if isinstance(model, SavedBundle) else type(model.config)
-    images = model.main_input_name == "pixel_values"
+    images = of_images(model)
     mapping: Any = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING if images else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     if config not in mapping:
         raise UnsupportedError(
@@ -49,7 +55,88 @@ def classifier_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     return classes[0] if isinstance(classes, (tuple, list)) else classes
 
 
-def with_head(model: PreTrainedModel, head: PooledHead, names: list[str], problem: str) -> Any:
+def with_head(model: nn.Module, features: HeadFeatures | None = None) -> Any:
+    """Give a classifier a new task head that reads hidden states of several layers, for training with any PEFT method.
+
+    The head stands at `snnk_head`: SNNKConfig trains it along by itself; other configs need
+    `modules_to_save=["snnk_head"]`. `fit_closed_form` fits it as a start. An adapter that was trained behind it is
+    loaded onto `with_head` of the same model.
+
+    Args:
+        model: of transformers, with or without a task head; its config says how many outputs there are
+            (`num_labels`). Not changed.
+        features: what the head reads; the means of all layers if None. See `HeadFeatures.means` for pairs of texts.
+
+    Returns:
+        A `PreTrainedModel` in eval mode, sharing no memory with `model`: transformers' classifier of this architecture
+        but for its head, whose weights are random as in a new classifier.
+
+    Raises:
+        ConfigError: a layer that the model does not have.
+        UnsupportedError: no transformers model, a patched one, one without one vector per token, or one of whose
+            architecture transformers has no classifier.
+
+    Example:
+        >>> from transformers import BertConfig, BertModel
+        >>> from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model, with_head
+        >>> tiny = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
+        >>> model = with_head(BertModel(tiny))
+        >>> model.snnk_head.linear
+        Linear(in_features=64, out_features=2, bias=True)
+        >>> model = get_snnk_model(model, SNNKConfig(adapter=AdapterPart(num_features=8)))
+    """
+    given, reader = encoder_and_reader(model, features, every=True)
+    config: Any = given.config
+    head = PooledHead(reader, config.num_labels, standardized=True).to(given.device)
+    nn.init.normal_(head.linear.weight, std=getattr(config, "initializer_range", 0.02))
+    nn.init.zeros_(head.linear.bias)
+    made = classifier_with(given, head, list(config.id2label.values()), config.problem_type)
+    made.config.snnk_plan["report"] = head_report(given, made, 0.0, 0.0).to_dict()
+    return made
+
+
+def encoder_and_reader(
+    model: nn.Module, features: HeadFeatures | None, *, every: bool = False
+) -> tuple[PreTrainedModel, HeadReader]:
+    """The transformers model, and what reads its hidden states.
+
+    Args:
+        model: as in `with_head`.
+        features: None for the mean of the last layer, or of `every` one.
+        every: see `features`.
+
+    Raises:
+        ConfigError, UnsupportedError: as in `with_head`.
+    """
+    given = plain_model(model)
+    if any(is_of_an_adapter(module) for module in given.modules()):
+        raise UnsupportedError(
+            f"{type(given).__name__} holds an adapter; expected a plain encoder, or a model with a head. A model "
+            "from get_snnk_model becomes one by snnk_peft.bundle, others by merge_and_unload()"
+        )
+    given = of_transformers(given, "expected an encoder, or a model with a head")
+    if not isinstance(features, (HeadFeatures, type(None))):
+        raise ConfigError(
+            f"features is {in_words(features)}; expected HeadFeatures or None. Give HeadFeatures([(-1, 'mean')])"
+        )
+    config: Any = given.config
+    sizes = getattr(config, "vision_config", config) if of_images(given) else config.get_text_config()
+    if getattr(sizes, "is_encoder_decoder", False) or not hasattr(sizes, "hidden_size"):
+        raise UnsupportedError(
+            f"{type(given).__name__} is no stack of Transformer layers with one vector for each token "
+            "(config.hidden_size); expected an encoder or a decoder. Of an encoder-decoder give model.get_encoder()"
+        )
+    chosen = features or (HeadFeatures.means(sizes.num_hidden_layers) if every else HeadFeatures())
+    reader = HeadReader(chosen, sizes.hidden_size, sizes.num_hidden_layers + 1)
+    return given, reader.to(given.device).eval()
+
+
+def of_images(model: PreTrainedModel) -> bool:
+    """Whether the model reads pixels."""
+    return model.main_input_name == "pixel_values"
+
+
+def classifier_with(model: PreTrainedModel, head: PooledHead, names: list[str], problem: str | None) -> Any:
     """A bundle with copies of the encoder of `model` and of this head, in eval mode.
 
     Raises:
@@ -106,7 +193,7 @@ def _volatile(prefix: str, part: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def head_report(model: PreTrainedModel, made: Any, error: float, tolerance: float) -> BundleReport:
-    """Report of `with_head`, for config and model card."""
+    """Report of `classifier_with`, for config and model card."""
     before, after = _size(model), _size(made)
     head: PooledHead = made.snnk_head
     views = ", ".join(f"{pool} of {layer}" for layer, pool in head.reader.features.views)
@@ -124,7 +211,7 @@ def head_report(model: PreTrainedModel, made: Any, error: float, tolerance: floa
         base_model=hub_id(model.config._name_or_path),
         parts={},
         folded=[folded],
-        remarks=["the head was fitted in closed form (ridge regression); views are hidden states, 0 the embeddings"],
+        remarks=["views are hidden states, 0 the embeddings"],
         parameters_base=before[0],
         parameters_patched=before[0],
         parameters_after=after[0],

@@ -112,7 +112,7 @@ FIELDS: dict[str, dict[str, Check]] = {
 }
 
 
-LATER = {"fitted_length"}  # fields that version 0.1.0 did not write
+LATER = {"fitted_length", "standardized"}  # fields that earlier versions did not write
 
 
 def field_faults(where: str, given: Any, fields: Mapping[str, Check]) -> list[str]:

@@ -1,6 +1,7 @@
 """Bundles whose task head reads pooled hidden states of any layers; the original class reads one vector of the last.
 
-    pooled_head     logits = A φ + a,  φ of heads/features.py      spec: views, stage, width, layers, outputs
+    pooled_head     logits = A φ + a,  φ of heads/features.py      spec: views, stage, width, layers, outputs,
+                    or A (φ − mean) · scale + a                     standardized
 
 Modules of transformers hand one tensor on, and this head reads several, so the model's `forward` is another one; its
 arguments are the original's. Part of the code file of bundles that have such a head.
@@ -12,12 +13,13 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, BundledModel, Spec
-from snnk_peft.bundling.plan import FIELDS, SIZE, stage_faults
+from snnk_peft.bundling.plan import FIELDS, SIZE, YES_OR_NO, stage_faults
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.precision import full_precision
 from snnk_peft.heads.features import HeadFeatures, HeadReader
@@ -27,18 +29,30 @@ HEAD = "snnk_head"  # path of the head in the model
 
 
 class PooledHead(nn.Module):
-    """A linear head over the output of a `HeadReader`."""
+    """A linear head over the output of a `HeadReader`, standardised first if it will be trained.
 
-    def __init__(self, reader: HeadReader, outputs: int):
+    One learning rate then suits all columns, whose spreads differ by orders of magnitude.
+    """
+
+    mean: Tensor
+    scale: Tensor
+
+    def __init__(self, reader: HeadReader, outputs: int, standardized: bool = False):
         super().__init__()
-        self.reader, self.linear = reader, nn.Linear(reader.out_dim, outputs)
+        self.reader, self.linear, self.standardized = reader, nn.Linear(reader.out_dim, outputs), standardized
+        if standardized:
+            self.register_buffer("mean", torch.zeros(reader.out_dim))
+            self.register_buffer("scale", torch.ones(reader.out_dim))
 
     def forward(
         self, hidden_states: tuple[Tensor, ...], mask: Tensor | None = None, second: Tensor | None = None
     ) -> Tensor:
         """(B, outputs), arguments as of `HeadReader`; no autocast, which costs digits of sums."""
         with full_precision(hidden_states[0]):
-            return self.linear(self.reader(hidden_states, mask, second).to(self.linear.weight.dtype))
+            vectors = self.reader(hidden_states, mask, second)
+            if self.standardized:
+                vectors = (vectors - self.mean) * self.scale
+            return self.linear(vectors.to(self.linear.weight.dtype))
 
     def spec(self) -> Spec:
         """Plain data from which the module is built again."""
@@ -50,6 +64,7 @@ class PooledHead(nn.Module):
             "width": self.reader.hidden,
             "layers": self.reader.layers,
             "outputs": self.linear.out_features,
+            **({"standardized": True} if self.standardized else {}),
         }
 
 
@@ -105,6 +120,18 @@ def second_text(reader: HeadReader, config: Any, inputs: Mapping[str, Any]) -> T
     return separates.cumsum(1) - separates > 0
 
 
+def as_pairs(inputs: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The inputs with their second half marked as the second text, in the way that `second_text` reads."""
+    ids, separator = inputs["input_ids"], separator_of(config)
+    half = ids.shape[1] // 2
+    if separator is None:
+        types = (torch.arange(ids.shape[1], device=ids.device) >= half).long().expand_as(ids)
+        return inputs | {"token_type_ids": types}
+    ids = ids.clone()
+    ids[:, half] = separator
+    return inputs | {"input_ids": ids}
+
+
 class PooledHeadModel(BundledModel):
     """Mixin of a bundle's class: a PooledHead at `snnk_head` instead of the original pooler and head."""
 
@@ -148,7 +175,7 @@ def _pooled_head(spec: Spec, present: nn.Module) -> nn.Module:
     reader = HeadReader(HeadFeatures([tuple(view) for view in spec["views"]]), spec["width"], spec["layers"])
     if spec["stage"] is not None:
         reader.stage = FeatureStage.from_spec(spec["stage"])
-    return PooledHead(reader, spec["outputs"])
+    return PooledHead(reader, spec["outputs"], spec.get("standardized", False))
 
 
 def _view_faults(where: str, views: Any) -> list[str]:
@@ -169,6 +196,7 @@ FIELDS["pooled_head"] = {
     "width": SIZE,
     "layers": SIZE,
     "outputs": SIZE,
+    "standardized": YES_OR_NO,
 }
 BUILDERS["pooled_head"] = _pooled_head
 ADDITIONS.add("pooled_head")

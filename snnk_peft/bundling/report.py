@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from snnk_peft.bundling.pooled_head import HEAD, as_pairs
 from snnk_peft.calibrating.guards import evaluating
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.precision import full_precision
@@ -196,6 +197,9 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     inputs = {"input_ids": ids, "attention_mask": mask.long()}
     if "MultipleChoice" in type(model).__name__:
         inputs = {name: value.unsqueeze(0) for name, value in inputs.items()}
+    head = getattr(model, HEAD, None)
+    if head is not None and head.reader.features.of_pairs:
+        inputs = as_pairs(inputs, config)
     return {name: value.to(model.device) for name, value in inputs.items()}
 
 

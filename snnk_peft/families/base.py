@@ -163,6 +163,7 @@ class ModelFamily(NamedOptions):
                 )
 
 
+BUNDLE_TYPE = "snnk_"  # before the model_type of bundles
 WITHOUT_FAMILY = (
     'Without a family, low rank goes onto any Linear or convolution: LowRankPart(targets="*", rank_scale=0.5)'
 )
@@ -242,8 +243,8 @@ def held_model(model: nn.Module) -> str:
 
 def known_family(model: nn.Module) -> ModelFamily | None:
     """The family of a model, or None for an unknown architecture."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    return FAMILIES[str(model_type)] if model_type in FAMILIES else None
+    model_type = str(getattr(getattr(model, "config", None), "model_type", None)).removeprefix(BUNDLE_TYPE)
+    return FAMILIES[model_type] if model_type in FAMILIES.names() else None
 
 
 def unwrap(module: nn.Module) -> nn.Module:

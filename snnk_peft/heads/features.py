@@ -144,6 +144,21 @@ class HeadFeatures:
         between = [(place, pool) for place in places[-2:] for pool in PAIR_POOLS] if pairs else []
         return cls([*((place, "mean") for place in places), (layers, "max"), *between], feature_map)
 
+    @classmethod
+    def means(cls, layers: int, *, pairs: bool = False) -> HeadFeatures:
+        """Choose the means after each of the layers; of `pairs` of texts also how these of the two differ.
+
+        Raises:
+            ConfigError: `layers` is no integer >= 1.
+
+        Example:
+            >>> HeadFeatures.means(2, pairs=True).views
+            ((1, 'mean'), (2, 'mean'), (1, 'apart'), (2, 'apart'))
+        """
+        if type(layers) is not int or layers < 1:
+            raise ConfigError(f"layers is {layers!r}; expected an integer >= 1")
+        return cls([(layer, pool) for pool in ("mean", "apart")[: 1 + pairs] for layer in range(1, layers + 1)])
+
     @property
     def of_pairs(self) -> bool:
         """True if a view needs to know which of two texts a token belongs to."""

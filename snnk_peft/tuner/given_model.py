@@ -140,8 +140,9 @@ def no_adapter(model: nn.Module) -> str | None:
 
 
 def is_bundle(model: nn.Module) -> bool:
-    """Return True for a model from `bundle`, or loaded from its folder."""
-    return getattr(getattr(model, "config", None), "snnk_plan", None) is not None
+    """Return True for a model from `bundle`, or loaded from its folder; not for one of which only the head is new."""
+    plan = getattr(getattr(model, "config", None), "snnk_plan", None)
+    return plan is not None and not {spec["kind"] for spec in plan["modules"].values()} <= {"identity", "pooled_head"}
 
 
 def foreign_layers(model: nn.Module) -> list[tuple[str, BaseTunerLayer]]:

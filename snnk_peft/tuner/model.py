@@ -313,7 +313,8 @@ class SNNKModel(BaseTuner):
 
 
 # Attributes of task models under which transformers keeps a head that no pretraining has seen.
-HEADS = ("classifier", "score", "qa_outputs", "cls_classifier", "distillation_classifier")
+NEW_HEAD = "snnk_head"  # of `with_head`
+HEADS = ("classifier", "score", "qa_outputs", "cls_classifier", "distillation_classifier", NEW_HEAD)
 
 
 def module_names(model: nn.Module) -> set[str]:
@@ -330,14 +331,16 @@ def modules_to_save(
     if config.modules_to_save is None:
         head = output if inside else classifier
         path = None if head is None or family is None else family.path(model, head)
-        present = path is not None and path in module_names(model)
+        present = path in module_names(model) and not isinstance(model.get_submodule(str(path)), nn.Identity)
         names = [path] if present and path is not None else []
         # A head of another task (token classes, answers) is as new as the family's own, and named alike everywhere.
-        own = {name for name, _ in model.named_children()} - {classifier}
+        own = {name for name, part in model.named_children() if not isinstance(part, nn.Identity)} - {classifier}
         if family is None or classifier is not None:  # None: the family says that no head is trained along
             names += [name for name in HEADS if name in own and name not in names]
     else:
         names = list(config.modules_to_save)
+        if classifier in names and hasattr(model, NEW_HEAD):  # PEFT adds the classifier for its task type SEQ_CLS
+            names = list(dict.fromkeys(NEW_HEAD if name == classifier else name for name in names))
         if output is not None and inside and classifier in names:
             # The head holds the replaced pooler; only its last layer can be saved in full beside it.
             names = [output if name == classifier else name for name in names]

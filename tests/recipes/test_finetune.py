@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
@@ -36,10 +37,10 @@ from snnk_cli import training
 from snnk_cli.config import describe, load_config
 from snnk_cli.data import Examples, epoch_plan, share, steps_per_epoch
 from snnk_cli.evaluation import DivergedError, held_back_rows
-from snnk_cli.experiment import learning_rate, make_optimizer
+from snnk_cli.experiment import RATE, learning_rate, make_optimizer
 from snnk_cli.modality import check_length, positions
 from snnk_cli.models import dropout_settings, load_pretrained, resolve_model
-from snnk_cli.settings import FinetuneConfig, TrainSection
+from snnk_cli.settings import FinetuneConfig, FinetuneTrain, TrainSection
 from snnk_cli.task_settings import RECIPE_OF
 from snnk_cli.training import FiniteWatch, train_step
 from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
@@ -270,6 +271,20 @@ def test_vectors_are_not_decayed() -> None:
     assert [(group["weight_decay"], [p.dim() for p in group["params"]]) for group in groups] == [(0.1, [2]), (0.0, [1])]
 
 
+def test_the_head_may_learn_at_a_rate_of_its_own() -> None:
+    model = torch.nn.ModuleDict({"encoder": torch.nn.Linear(3, 2), "classifier": torch.nn.Linear(2, 2)})
+    optimizer = make_optimizer(model, FinetuneTrain(learning_rate=1e-2, head_learning_rate=1e-3, weight_decay=0))
+    before = copy.deepcopy(model.state_dict())
+    for value in model.parameters():
+        value.grad = torch.ones_like(value)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 * group.get(RATE, 1)
+    optimizer.step()
+    moved = {name: float((value - before[name]).abs().max()) for name, value in model.state_dict().items()}
+    expected = {"encoder": 1e-2, "classifier": 1e-3}
+    assert moved == pytest.approx({name: expected[name.split(".")[0]] for name in moved}, rel=1e-3)
+
+
 # --- models and their texts -------------------------------------------------------------------------------------------
 
 
@@ -458,17 +473,24 @@ def test_an_infinite_gradient_is_noticed_before_it_is_saved() -> None:
 # --- what is saved ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("head", ["own", "wide"])
 @pytest.mark.parametrize("method", ["snnk", "lora", "linear_probe", "full"])
-def test_evaluation_of_every_saved_form_repeats_the_score_of_training(world: Path, tmp_path: Path, method: str) -> None:
+def test_evaluation_of_every_saved_form_repeats_the_score_of_training(
+    world: Path, tmp_path: Path, method: str, head: str
+) -> None:
     run = tmp_path / "run"
-    changes = ("train.epochs=2", "output.save_model=true", "train.learning_rate=5e-3")
+    changes: tuple[str, ...] = ("train.epochs=2", "output.save_model=true", "train.learning_rate=5e-3")
+    if head == "wide":
+        changes += ("method.head=wide", "method.fit_head=true", "train.head_learning_rate=1e-3")
     assert finetune.main(settings(world, run, *changes, method=method)) == 0
     trained = json.loads((run / "metrics.json").read_text())
     assert score.main([str(run)]) == 0
     assert json.loads((run / "evaluation.json").read_text())["metrics"] == trained["metrics"]
     assert json.loads((run / "metrics.json").read_text()) == trained
-    if method == "linear_probe":
-        assert (trained["trainable_parameters"], trained["trainable_parameters_without_classifier"]) == (32 * 2 + 2, 0)
+    if method == "linear_probe":  # of pairs, the means of two layers and how they differ
+        inputs = {"own": 32, "wide": 4 * 32}[head]
+        parameters = (inputs * 2 + 2, 0)
+        assert (trained["trainable_parameters"], trained["trainable_parameters_without_classifier"]) == parameters
     folders = {"snnk": {"adapter", "bundle"}, "lora": {"adapter"}}.get(method, {"model"})
     assert {entry.name for entry in run.iterdir() if entry.is_dir()} == {*folders, "checkpoints"}
     for name in folders:

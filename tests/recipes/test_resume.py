@@ -163,12 +163,17 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(here: Path, capsys: pytest.Ca
             "method.adapter={component: relu, projection: informed, num_features: 4}",
             *("method.calibrate_adapters=true", "method.calibrate_samples=40", "method.fit_head=true"),
         ),
+        # So do the head's means and spreads.
+        (
+            "method.adapter={component: gelu, projection: free, num_features: 4}",
+            *("method.head=wide", "method.fit_head=true", "method.head_samples=40", "train.head_learning_rate=0.0001"),
+        ),
         (
             "method.adapter=null",
             "method.parts=[{part: ffn, num_features: 8, layers: [0]}, {part: adapter, num_features: 4}]",
         ),
     ],
-    ids=["adapter", "bf16", "calibrated", "informed", "parts"],
+    ids=["adapter", "bf16", "calibrated", "informed", "wide head", "parts"],
 )
 def test_resume_of_snnk_parts_is_exact(here: Path, capsys: pytest.CaptureFixture[str], parts: tuple[str, ...]) -> None:
     assert finetune.main(["run.yaml", "method.name=snnk", *parts, "output.dir=straight"]) == 0

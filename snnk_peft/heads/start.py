@@ -1,0 +1,104 @@
+"""Where to start training a task head: ridge regression on some examples, taken only where it beats chance.
+
+With centred vectors φ̃ = U √e Vᵀ, centred targets y, shares s = e / (e + λ) and z = Uᵀ y,
+
+    ‖y − Hy‖² = ‖y‖² − Σ (2s − s²) z²,      tr H = 1 + Σ s,      R² = 1 − ‖y − Hy‖² / ‖y‖² / (1 − tr H / n)²
+
+so that one eigendecomposition of the smaller Gram matrix (examples or columns) serves all λ and all permutations of the
+targets. λ has the greatest R² among those with (1 − tr H / n)⁻² <= RATIO: adapters behind a head that memorised its
+examples would learn from residuals that new examples do not have.
+
+The head is taken if R² > 0 and R² is above that of each of 199 permutations of the targets. Where vectors say nothing
+about the targets, all orders are alike, and that happens in one of 200 cases at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snnk_peft.heads.fitted import HEAD_RIDGES
+
+RATIO = 1.3  # cross-validated error over the error on the fitted examples, at most
+PERMUTATIONS = 199
+LEAST = 0.01  # standard deviation of a column, in those of all: a dead one would grow huge once the model is trained
+
+
+class Start(NamedTuple):
+    """A head y = A (φ − mean) · scale + b.
+
+    Attributes:
+        weight: A (outputs, width); zero where the head was not taken.
+        bias: b (outputs,), the mean target.
+        mean: of the vectors, (width,).
+        scale: 1 / standard deviation of the vectors, (width,), bounded.
+        ridge: λ as a fraction of the mean diagonal of the standardised Gram matrix.
+        relative_error: ‖y − Hy‖² / ‖y‖² on the examples; 1 where the head was not taken.
+        explained: R², cross-validated.
+        by_chance: the greatest R² of permuted targets.
+        taken: whether the head was.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    mean: Tensor
+    scale: Tensor
+    ridge: float
+    relative_error: float
+    explained: float
+    by_chance: float
+    taken: bool
+
+
+def starting_head(vectors: Tensor, targets: Tensor, *, ridges: Sequence[float] = HEAD_RIDGES, seed: int = 0) -> Start:
+    """Fit the head in fp64.
+
+    Args:
+        vectors: (n, width) of two examples at least; finite.
+        targets: (n, outputs); of classes, the one-hot targets.
+        ridges: candidates above 0, as fractions of the mean diagonal of the standardised Gram matrix; the largest
+            always counts.
+        seed: of the permutations.
+    """
+    vectors, targets = vectors.double(), targets.double()
+    mean, bias, count = vectors.mean(0), targets.mean(0), len(vectors)
+    spread = vectors.std(0, correction=0)
+    least = LEAST * float(spread.square().mean().sqrt())
+    scale = 1 / spread.clamp_min(least) if least > 0 else torch.ones_like(spread)
+    vectors, targets = (vectors - mean) * scale, targets - bias
+    basis, values = _left_vectors(vectors)
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.arange(count), *(torch.randperm(count, generator=generator) for _ in range(PERMUTATIONS))]
+    permuted = targets[torch.stack(orders, 1).to(targets.device)]  # (n, 1 + 199, outputs)
+    rotated = (basis.T @ permuted.flatten(1)).unflatten(1, permuted.shape[1:])
+    energy, total = rotated.square().sum(-1).T, targets.square().sum()  # (1 + 199, r)
+    mean_diagonal = float(values.sum()) / len(mean)
+    best: list[tuple[float, Tensor, float]] = []
+    for ridge in sorted(ridges, reverse=True):
+        shares = values / (values + ridge * mean_diagonal)
+        left = 1 - (1 + float(shares.sum())) / count
+        if best and (left <= 0 or left**-2 > RATIO):
+            break  # smaller ones leave less
+        error = (total - energy @ (2 * shares - shares.square())).clamp_min(0) / total / max(left, 1e-12) ** 2
+        best.append((ridge, 1 - torch.where(error.isfinite(), error, torch.inf), left))
+    ridge, explained, left = max(best, key=lambda each: float(each[1][0]))
+    by_chance = float(torch.stack([each[1] for each in best])[:, 1:].amax())
+    taken = float(explained[0]) > max(0.0, by_chance)
+    # A = zᵀ (e + λ)⁻¹ Uᵀ φ̃
+    weight = torch.zeros(len(bias), len(mean), dtype=torch.float64, device=vectors.device)
+    if taken:
+        weight = (vectors.T @ (basis @ (rotated[:, 0] / (values + ridge * mean_diagonal)[:, None]))).T
+    error = (1 - float(explained[0])) * left**2 if taken else 1.0
+    return Start(weight, bias, mean, scale, ridge, error, float(explained[0]), by_chance, taken)
+
+
+def _left_vectors(vectors: Tensor) -> tuple[Tensor, Tensor]:
+    """U (n, r) and e (r,) of the directions above rounding."""
+    by_rows = len(vectors) <= vectors.shape[1]
+    values, found = torch.linalg.eigh(vectors @ vectors.T if by_rows else vectors.T @ vectors)
+    kept = values > max(vectors.shape) * torch.finfo(values.dtype).eps * values[-1].clamp_min(1e-300)
+    values, found = values[kept], found[:, kept]
+    return (found if by_rows else vectors @ found * values.rsqrt()), values
