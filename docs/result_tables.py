@@ -222,6 +222,7 @@ def compressed() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "sst2": lambda: curve("sst2", "original", "plan"),
+    "sst2_avx2": lambda: curve("sst2_avx2"),
     "mrpc": lambda: curve("mrpc"),
     "stsb": lambda: curve("stsb"),
     "imdb": lambda: curve("imdb"),
