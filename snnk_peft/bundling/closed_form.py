@@ -68,7 +68,7 @@ class HeadFit:
     taken: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     def __str__(self) -> str:
         found = f"head {self.head} fitted to {self.examples:,} examples in {self.seconds:.1f} s, relative error "

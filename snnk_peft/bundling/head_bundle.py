@@ -26,7 +26,7 @@ from snnk_peft.bundling.report import BundleReport, Folded
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.heads.features import HeadFeatures, HeadReader
 from snnk_peft.model_card import hub_id
-from snnk_peft.tuner.given_model import of_transformers, plain_model
+from snnk_peft.tuner.given_model import of_transformers, plain_model, takes_model
 from snnk_peft.tuner.slot_layer import is_of_an_adapter
 
 # Kind of targets -> `problem_type` of transformers' configs.
@@ -55,6 +55,7 @@ def classifier_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     return classes[0] if isinstance(classes, (tuple, list)) else classes
 
 
+@takes_model
 def with_head(model: nn.Module, features: HeadFeatures | None = None) -> Any:
     """Give a classifier a new task head that reads hidden states of several layers, for training with any PEFT method.
 

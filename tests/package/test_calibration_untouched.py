@@ -545,7 +545,7 @@ def test_steps_descend(name):
         found = calibrate(patched_case(name), batches(), steps=60, progress=False)
     for wanted, plain, slot in zip(expected.slots, closed.slots, found.slots, strict=True):
         gained = plain.error_after - wanted.error_after
-        assert slot.error_after == pytest.approx(wanted.error_after, abs=max(0.5 * gained, 0.05 * plain.error_after))
+        assert slot.error_after < wanted.error_after + max(0.5 * gained, 0.05 * plain.error_after)
 
 
 def test_an_interrupted_fit_leaves_no_copies():

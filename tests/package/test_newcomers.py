@@ -46,6 +46,7 @@ from snnk_peft import (
     get_snnk_model,
     plan,
     register_family,
+    with_head,
 )
 from snnk_peft.errors import ConfigError, UnknownOptionError, UnsupportedError
 from tests.tiny_models import tiny
@@ -79,6 +80,7 @@ WHOLE = {  # of transformers
     "export": lambda model: export(model, "torch", "never.pt2"),
     "check_family": check_family,
     "ClosedFormHead": lambda model: ClosedFormHead(model, names=["a", "b"]),
+    "with_head": with_head,
 }
 FAMILY = {"plan": small_plan, **PATCH}
 HEAD = {"fit_closed_form": lambda model: fit_closed_form(model, batches())}
@@ -208,8 +210,9 @@ def test_the_door_without_a_family_is_open():
 
 @pytest.mark.parametrize("make", [convolutions, encoder_decoder])
 def test_heads_of_other_architectures(make):
-    with pytest.raises(UnsupportedError, match=r"no stack of Transformer layers.*get_encoder"):
-        WHOLE["ClosedFormHead"](make())
+    for verb in ("ClosedFormHead", "with_head"):
+        with pytest.raises(UnsupportedError, match=r"no stack of Transformer layers.*get_encoder"):
+            WHOLE[verb](make())
     with pytest.raises((ConfigError, UnsupportedError), match=r"input_ids, attention_mask"):
         HEAD["fit_closed_form"](make())
 
