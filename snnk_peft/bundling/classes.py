@@ -33,6 +33,7 @@ from snnk_peft.families.base import BUNDLE_TYPE
 from snnk_peft.model_card import mentions_import, write_model_card
 from snnk_peft.saved_folder import written_whole
 from snnk_peft.stamps import stamp_together
+from snnk_peft.tuner.given_model import share_choices
 
 PREFIX, POOLED_PREFIX = "Snnk", "SnnkPooled"  # of the names of bundle classes; the second have a pooled head
 AUTO_CLASSES: list[type[_BaseAutoModelClass]] = [
@@ -187,6 +188,7 @@ def bundle_config_class(base: type[PretrainedConfig]) -> type[Any]:
         made.__doc__ = f"{base.__name__} of a bundled model; `snnk_plan` says what was exchanged."
         globals()[name] = made
         AutoConfig.register(made.model_type, made)  # type: ignore[attr-defined]
+        share_choices(base.model_type, made.model_type)  # type: ignore[attr-defined]
     return globals()[name]
 
 

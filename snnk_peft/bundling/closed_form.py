@@ -25,12 +25,12 @@ from torch import nn
 
 from snnk_peft.arguments import in_words, number_faults, numbers_faults
 from snnk_peft.bundling.classes import SavedBundle
-from snnk_peft.bundling.pooled_head import HEAD, PooledHead
+from snnk_peft.bundling.pooled_head import PooledHead
 from snnk_peft.calibrating.batches import LabelledRows, labelled, model_inputs, of_batch
 from snnk_peft.calibrating.guards import all_or_nothing, evaluating, named_padding, refuse_not_finite, refuse_overflow
 from snnk_peft.calibrating.inputs import masked_tokens
 from snnk_peft.errors import ConfigError, NumericalWarning, UnsupportedError
-from snnk_peft.heads.features import HeadReader
+from snnk_peft.heads.features import HEAD, HeadReader
 from snnk_peft.heads.fitted import HEAD_RIDGES
 from snnk_peft.heads.start import Start, starting_head
 from snnk_peft.heads.targets import as_tensor, class_indices, fit_notes, is_whole, require_finite
@@ -190,18 +190,20 @@ def _pass(
     bundled = isinstance(model, SavedBundle) and model.config.snnk_plan.get("head") is not None
     path_and_head = bundled_head(model)[:2] if bundled else None
     sample: TokenSample | None = None
+    reader: HeadReader | None = None
     pooled = getattr(model, HEAD, None)
     if isinstance(pooled, PooledHead) and pooled.standardized:
         sample, path_and_head = TokenSample(SAMPLE, torch.Generator().manual_seed(0)), (f"{HEAD}.linear", pooled.linear)
+        reader = pooled.reader
     names = list((getattr(getattr(model, "config", None), "id2label", None) or {}).values())
     of_classes, known = False, LabelledRows()
-    moments = _moments_of(path_and_head) if sample is None else GramAccumulator(1, pooled.linear.out_features)  # type: ignore[union-attr]
+    moments = _moments_of(path_and_head, 1 if reader else None)
     for index, inputs, given in labelled(model, batches, targets):
         path_and_head = logits_head(model, inputs) if path_and_head is None else path_and_head
         head = path_and_head[1]
-        if index == 0 and sample is None:
-            moments = _moments_of(path_and_head)
-        features = head_features(model, head if sample is None else pooled.reader, inputs)  # type: ignore[union-attr]
+        if index == 0:
+            moments = _moments_of(path_and_head, 1 if reader else None)
+        features = head_features(model, reader or head, inputs)
         if not bool(features.isfinite().all()):
             refuse_overflow(model, model_inputs(model, inputs), f"batch {index}")
         with of_batch(index):
@@ -236,11 +238,12 @@ def _pass(
     return *path_and_head, moments, sample, of_classes
 
 
-def _moments_of(path_and_head: tuple[str, nn.Linear] | None) -> GramAccumulator:
-    """Empty moments; of a process without batches, which does not know the head, of any size."""
+def _moments_of(path_and_head: tuple[str, nn.Linear] | None, width: int | None) -> GramAccumulator:
+    """Empty moments, of the head's inputs or of so many; of a process without batches, which does not know the head, of
+    any size."""
     if path_and_head is None:
         return GramAccumulator(1, 1)
-    return GramAccumulator(path_and_head[1].in_features, path_and_head[1].out_features)
+    return GramAccumulator(width or path_and_head[1].in_features, path_and_head[1].out_features)
 
 
 @torch.no_grad()

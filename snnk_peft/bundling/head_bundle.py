@@ -21,10 +21,10 @@ from transformers.models.auto.modeling_auto import (
 from snnk_peft.arguments import in_words
 from snnk_peft.bundling.bundle import REMOVED_FIELDS, filled
 from snnk_peft.bundling.classes import POOLED_PREFIX, SavedBundle, bundle_model_class, original_class
-from snnk_peft.bundling.pooled_head import HEAD, PooledHead
+from snnk_peft.bundling.pooled_head import PooledHead
 from snnk_peft.bundling.report import BundleReport, Folded
 from snnk_peft.errors import ConfigError, UnsupportedError
-from snnk_peft.heads.features import HeadFeatures, HeadReader
+from snnk_peft.heads.features import HEAD, HeadFeatures, HeadReader
 from snnk_peft.model_card import hub_id
 from snnk_peft.tuner.given_model import of_transformers, plain_model, takes_model
 from snnk_peft.tuner.slot_layer import is_of_an_adapter

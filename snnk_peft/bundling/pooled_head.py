@@ -25,8 +25,6 @@ from snnk_peft.functional.precision import full_precision
 from snnk_peft.heads.features import HeadFeatures, HeadReader
 from snnk_peft.layers.feature_stage import FeatureStage
 
-HEAD = "snnk_head"  # path of the head in the model
-
 
 class PooledHead(nn.Module):
     """A linear head over the output of a `HeadReader`, standardised first if it will be trained.

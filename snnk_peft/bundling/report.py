@@ -11,10 +11,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from snnk_peft.bundling.pooled_head import HEAD, as_pairs
+from snnk_peft.bundling.pooled_head import as_pairs
 from snnk_peft.calibrating.guards import evaluating
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.precision import full_precision
+from snnk_peft.heads.features import HEAD
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 EXAMPLES, TOKENS = 4, 16

@@ -28,6 +28,8 @@ from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.folded import token_mean
 from snnk_peft.registry import did_you_mean
 
+HEAD = "snnk_head"  # path of a new head in the model
+
 Pool = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -138,8 +140,7 @@ class HeadFeatures:
             >>> HeadFeatures.across(6).views
             ((2, 'mean'), (4, 'mean'), (6, 'mean'), (6, 'max'))
         """
-        if type(layers) is not int or layers < 1:
-            raise ConfigError(f"layers is {layers!r}; expected an integer >= 1")
+        _check_count(layers)
         places = sorted({max(1, round(layers * part / 3)) for part in (1, 2, 3)})
         between = [(place, pool) for place in places[-2:] for pool in PAIR_POOLS] if pairs else []
         return cls([*((place, "mean") for place in places), (layers, "max"), *between], feature_map)
@@ -155,8 +156,7 @@ class HeadFeatures:
             >>> HeadFeatures.means(2, pairs=True).views
             ((1, 'mean'), (2, 'mean'), (1, 'apart'), (2, 'apart'))
         """
-        if type(layers) is not int or layers < 1:
-            raise ConfigError(f"layers is {layers!r}; expected an integer >= 1")
+        _check_count(layers)
         return cls([(layer, pool) for pool in ("mean", "apart")[: 1 + pairs] for layer in range(1, layers + 1)])
 
     @property
@@ -170,6 +170,11 @@ class HeadFeatures:
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "views": [list(view) for view in self.views]}
+
+
+def _check_count(layers: object) -> None:
+    if type(layers) is not int or layers < 1:
+        raise ConfigError(f"layers is {layers!r}; expected an integer >= 1")
 
 
 def _map_faults(given: object) -> list[str]:

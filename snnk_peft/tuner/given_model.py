@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import constants
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -143,6 +144,13 @@ def is_bundle(model: nn.Module) -> bool:
     """Return True for a model from `bundle`, or loaded from its folder; not for one of which only the head is new."""
     plan = getattr(getattr(model, "config", None), "snnk_plan", None)
     return plan is not None and not {spec["kind"] for spec in plan["modules"].values()} <= {"identity", "pooled_head"}
+
+
+def share_choices(model_type: str, bundled: str) -> None:
+    """Let PEFT choose the modules of LoRA and its kin for bundles as it does for the originals of this type."""
+    for choices in vars(constants).values():
+        if isinstance(choices, dict) and model_type in choices:
+            choices.setdefault(bundled, choices[model_type])
 
 
 def foreign_layers(model: nn.Module) -> list[tuple[str, BaseTunerLayer]]:

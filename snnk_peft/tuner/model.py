@@ -22,6 +22,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import known_family
 from snnk_peft.families.base import ModelFamily, module_at, unwrap
 from snnk_peft.functional.at_hand import place_of
+from snnk_peft.heads.features import HEAD
 from snnk_peft.layers.slots import Retrained, Slot
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext
@@ -313,8 +314,7 @@ class SNNKModel(BaseTuner):
 
 
 # Attributes of task models under which transformers keeps a head that no pretraining has seen.
-NEW_HEAD = "snnk_head"  # of `with_head`
-HEADS = ("classifier", "score", "qa_outputs", "cls_classifier", "distillation_classifier", NEW_HEAD)
+HEADS = ("classifier", "score", "qa_outputs", "cls_classifier", "distillation_classifier", HEAD)
 
 
 def module_names(model: nn.Module) -> set[str]:
@@ -339,8 +339,8 @@ def modules_to_save(
             names += [name for name in HEADS if name in own and name not in names]
     else:
         names = list(config.modules_to_save)
-        if classifier in names and hasattr(model, NEW_HEAD):  # PEFT adds the classifier for its task type SEQ_CLS
-            names = list(dict.fromkeys(NEW_HEAD if name == classifier else name for name in names))
+        if classifier in names and hasattr(model, HEAD):  # PEFT adds the classifier for its task type SEQ_CLS
+            names = list(dict.fromkeys(HEAD if name == classifier else name for name in names))
         if output is not None and inside and classifier in names:
             # The head holds the replaced pooler; only its last layer can be saved in full beside it.
             names = [output if name == classifier else name for name in names]

@@ -136,10 +136,8 @@ def for_classes(model: Any) -> Any:
 
 
 def lora(model: Any) -> Any:
-    targets = ["query", "value"]
-    return peft.get_peft_model(
-        model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=targets, modules_to_save=["snnk_head"])
-    )
+    """With PEFT's own choice of modules."""
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", modules_to_save=["snnk_head"]))
 
 
 def train(model: Any, data: list[dict[str, torch.Tensor]], steps: int = 12) -> list[float]:

@@ -474,7 +474,7 @@ def test_an_infinite_gradient_is_noticed_before_it_is_saved() -> None:
 
 
 @pytest.mark.parametrize("head", ["own", "wide"])
-@pytest.mark.parametrize("method", ["snnk", "lora", "linear_probe", "full"])
+@pytest.mark.parametrize("method", ["snnk", "lora", "ia3", "vera", "linear_probe", "bitfit", "full"])
 def test_evaluation_of_every_saved_form_repeats_the_score_of_training(
     world: Path, tmp_path: Path, method: str, head: str
 ) -> None:
@@ -491,7 +491,8 @@ def test_evaluation_of_every_saved_form_repeats_the_score_of_training(
         inputs = {"own": 32, "wide": 4 * 32}[head]
         parameters = (inputs * 2 + 2, 0)
         assert (trained["trainable_parameters"], trained["trainable_parameters_without_classifier"]) == parameters
-    folders = {"snnk": {"adapter", "bundle"}, "lora": {"adapter"}}.get(method, {"model"})
+    whole = {"linear_probe", "bitfit", "full"}
+    folders = {"model"} if method in whole else {"adapter", "bundle"} if method == "snnk" else {"adapter"}
     assert {entry.name for entry in run.iterdir() if entry.is_dir()} == {*folders, "checkpoints"}
     for name in folders:
         assert score.main([str(run / name), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
