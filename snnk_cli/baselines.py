@@ -174,6 +174,19 @@ def head_with_bias(model: PreTrainedModel, among: Collection[str] | None = None)
     return head if head.bias is not None and (among is None or f"{name}.bias" in among) else None
 
 
+def move_threshold(model: PreTrainedModel, threshold: float) -> None:
+    """The second of two classes becomes the answer where its logit was `threshold` above the first's.
+
+    Args:
+        model: its head has a bias, see `head_with_bias`.
+        threshold: of the difference of the logits as they are; it goes into the head's bias.
+    """
+    head = head_with_bias(model)
+    assert head is not None
+    with torch.no_grad():
+        head.bias.add_(torch.tensor([threshold / 2, -threshold / 2]).to(head.bias))
+
+
 def start_at_prior(model: PreTrainedModel, labels: torch.Tensor) -> None:
     """The head's bias becomes what is known of an example before it is read: log frequencies, or the mean number.
 

@@ -75,6 +75,21 @@ def held_back_rows(rows: Any, share: float, seed: int = 0) -> tuple[Any, Any]:
     return rows.select(np.setdiff1d(np.arange(len(rows)), held).tolist()), rows.select(held)
 
 
+def matched_threshold(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """The difference of two classes' logits above which there are as many examples as are of the second class.
+
+    Rates of both classes are then right on these examples, where the larger logit neglects the rarer one. 0 where all
+    are of one class.
+
+    Args:
+        logits: (n, 2).
+        labels: (n,) of 0 and 1.
+    """
+    margins = (logits[:, 1] - logits[:, 0]).double().sort(descending=True).values
+    count = int(labels.sum())
+    return 0.0 if count in (0, len(margins)) else float(margins[count - 1 : count + 1].mean())
+
+
 @torch.no_grad()
 def predict(
     model: torch.nn.Module,

@@ -59,7 +59,7 @@ class Schedule:
         rate: learning rate of the step that comes next, from the steps done and from the position, the steps done as
             far as the schedule is concerned: with a budget, the part of it that is spent may be further.
         budget_seconds: processor time of training after which the run ends, or None for no limit.
-        eval_first: also score the untrained model; that is logged, and no candidate for the best.
+        eval_first: also score the model before its first step; where no step makes it better, it is the best.
     """
 
     total: int
@@ -144,12 +144,14 @@ class Experiment(ABC, Generic[Config]):
         leaves: names of what it writes into the run folder, besides what many runs write (`CONTENT` of run_folder.py).
         records: those among them that a continuation reads, which are written before the first checkpoint.
         task: computes the metrics; an experiment without one replaces `score`.
+        fit_seconds: that `model` spent on what is computed instead of trained.
     """
 
     settings: type[Config]
     program: str
     advice = "Try a lower train.learning_rate."
     task: Any = None
+    fit_seconds: float = 0.0
     paths: tuple[tuple[str, str], ...] = ()
     leaves: tuple[str, ...] = ()
     records: tuple[str, ...] = ()
@@ -199,6 +201,15 @@ class Experiment(ABC, Generic[Config]):
     ) -> dict[str, float] | None:
         """Metrics, among them "score", of which more is better; None if `stopped()` became true on the way."""
         return score(model, self.task, splits, self.config.train.eval_batch_size, accelerator, stopped)
+
+    def settle(
+        self, model: torch.nn.Module, data: Data, accelerator: Any, stopped: Callable[[], bool]
+    ) -> dict[str, Any] | None:
+        """Decide what is decided behind the training, and put it into the model that was chosen.
+
+        Returns entries of metrics.json, or None if `stopped()` became true on the way.
+        """
+        return {}
 
     @abstractmethod
     def report(self, done: Finished) -> dict[str, Any]:

@@ -156,7 +156,8 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
         if start is not None:
             for name in discard_newer(start):
                 print(f"discarded {name}, which is newer than {start.name}")
-    tracker = Tracker(folder, schedule.total, state.step, config.output.tensorboard, accelerator.is_main_process)
+    first_step = None if start is None else state.step
+    tracker = Tracker(folder, schedule.total, first_step, config.output.tensorboard, accelerator.is_main_process)
     plan = (
         f"{per_epoch} steps per epoch, at most {schedule.total} in all; {counts['trainable']:,} of "
         f"{counts['total']:,} parameters trained"
@@ -193,12 +194,15 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
     assert state.best is not None
     memory = peak_memory(accelerator.device)
     load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", bare)
+    settled = experiment.settle(bare, data, accelerator, stop.received)
     test: dict[str, float] | None = {}
-    if data.test:
+    if settled is None:
+        test = None
+    elif data.test:
         test = experiment.score(model, data.test, accelerator, stop.received)
-        if test is None:
-            print(f"{stop.name}: training is done, the test is not; continue with:\n  {request.command}")
-            return stop.exit_code
+    if settled is None or test is None:
+        print(f"{stop.name}: training is done, the test is not; continue with:\n  {request.command}")
+        return stop.exit_code
     if is_sharded(bare):  # what is saved and folded must be whole: the same model once more, not split
         set_seed(train.seed)
         best = experiment.model(data, accelerator, resumed=True).to(accelerator.device).eval()
@@ -206,7 +210,6 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
     else:
         best = unwrapped(accelerator, model).eval()
     if accelerator.is_main_process:
-        assert test is not None
         done = Finished(
             folder, best, data, state, state.best, test, per_epoch, memory_before, counts, accelerator.device
         )
@@ -214,7 +217,7 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
         experiment.curve(read_log(folder / "log.jsonl"), folder / "learning_curve.png")
         # The presence of metrics.json means that the run is complete.
         common = _common_figures(experiment, done, schedule.total, memory)
-        write_json(folder / REPORT, {**common, **figures, "environment": environment(ROOT)})
+        write_json(folder / REPORT, {**common, **figures, **settled, "environment": environment(ROOT)})
         print(experiment.summary(done, figures))
     accelerator.end_training()
     return 0

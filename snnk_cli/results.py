@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from snnk_cli.baselines import move_threshold
 from snnk_cli.checkpoint import load_model
-from snnk_cli.files import write_folder, write_json
+from snnk_cli.files import read_json, write_folder, write_json
 from snnk_cli.modality import modality_of
 from snnk_cli.models import HEAD_FILE, build_model, load_pretrained, resolve_model, with_wide_head
-from snnk_cli.run_folder import best_checkpoint, check_checkpoint
+from snnk_cli.run_folder import REPORT, best_checkpoint, check_checkpoint
 from snnk_cli.settings import FinetuneConfig
 from snnk_cli.task_settings import find_task
 from snnk_peft import bundle
@@ -31,6 +32,8 @@ def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, Any]:
         base = with_wide_head(base, task)
     model = build_model(base, run.method, run.train.seed, calibration=None)
     load_model(trained_checkpoint(folder, run), model)
+    if run.train.choose_threshold:
+        move_threshold(model, read_json(folder / REPORT)["threshold"])
     return model.eval(), modality_of(task).reader(pretrained, task)
 
 

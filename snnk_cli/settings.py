@@ -273,12 +273,23 @@ class FinetuneTrain(TrainSection):
         above=0,
         high=0.5,
     )
+    choose_threshold: bool = option(
+        False,
+        "of two classes, move the head's bias behind the training so that the examples held back (choose_share) are "
+        "given each class as often as they are of it: better F1 and Matthews correlation where one class is rare",
+    )
     head_learning_rate: float | None = option(
         None, "peak learning rate of the task head; null: learning_rate", above=0, high=10
     )
     dropout: float | None = option(
         None, "probability of every kind of dropout in the model; null keeps the model's own", low=0, high=0.99
     )
+
+    def check(self) -> list[str]:
+        """A threshold is chosen on what is held back."""
+        if not self.choose_threshold or self.choose_share is not None:
+            return []
+        return ["choose_threshold is true and choose_share null; set choose_share, such as 0.1: it is chosen on those"]
 
 
 @dataclass

@@ -74,14 +74,14 @@ class Tracker:
     Args:
         folder: the run folder.
         total_steps: optimizer steps of the whole run.
-        first_step: steps already done; later rows of an earlier attempt are dropped.
+        first_step: steps already done, None for a new run; later rows of an earlier attempt are dropped.
         tensorboard: also write event files.
         active: False makes every method do nothing.
     """
 
-    def __init__(self, folder: Path, total_steps: int, first_step: int, tensorboard: bool, active: bool):
+    def __init__(self, folder: Path, total_steps: int, first_step: int | None, tensorboard: bool, active: bool):
         self._active = active
-        self._total, self._first, self._done = total_steps, first_step, first_step
+        self._total, self._first, self._done = total_steps, first_step or 0, first_step or 0
         self._started = self._printed = time.monotonic()
         self._file = folder / "log.jsonl"
         self._events: Any = None
@@ -89,12 +89,13 @@ class Tracker:
         self._folder = folder / "tensorboard" if tensorboard and active else None
         if not active:
             return
-        rows = [row for row in read_log(self._file) if row["step"] <= first_step] if first_step else []
+        known = [] if first_step is None else read_log(self._file)
+        rows = [row for row in known if row["step"] <= self._first]
         write_text(self._file, "".join(json.dumps(row) + "\n" for row in rows))
         if sys.stdout.isatty():
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
             self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn())
-            self._task = self._bar.add_task("training", total=total_steps, completed=first_step)
+            self._task = self._bar.add_task("training", total=total_steps, completed=self._first)
 
     def __enter__(self) -> Tracker:
         if self._folder is not None:

@@ -99,13 +99,10 @@ class Training:
         examples, batch_size = self.data.train, train.batch_size * world
         plan: list[list[list[int]]] = []
         feed: Iterator[dict[str, torch.Tensor]] = iter(())
-        if self.schedule.total == 0 and state.best is None:  # nothing to train: the start is the result
-            return 0 if self._evaluate() else self._stopped()
-        if state.step == 0 and self.schedule.eval_first:
-            metrics = self._score()
-            if metrics is None:
-                return self._stopped()
-            self.tracker.log(0, {"epoch": 0.0, **metrics})
+        # With nothing to train the start is the result.
+        start_counts = self.schedule.total == 0 or (state.step == 0 and self.schedule.eval_first)
+        if start_counts and state.best is None and not self._evaluate():
+            return self._stopped()
         if state.step and self._due() and state.evaluated_step < state.step and not self._evaluate():
             return self._stopped()
         while not self.over() and state.evaluations_without_gain < patience and not self._reached():
@@ -164,7 +161,8 @@ class Training:
         if state.best is None or metrics["score"] > state.best["score"]:
             state.best = {"score": metrics["score"], "step": state.step, "metrics": metrics}
             state.evaluations_without_gain = 0
-        self.tracker.log(state.step, {"epoch": state.step / self.per_epoch, **metrics})
+        start = {} if state.step else {"fit_seconds": self.experiment.fit_seconds}
+        self.tracker.log(state.step, {"epoch": state.step / self.per_epoch, **metrics, **start})
         values = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         self.tracker.say(f"step {state.step}/{self.schedule.total}  {values}")
         self._save()

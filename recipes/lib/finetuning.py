@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from snnk_cli.baselines import head_with_bias, start_at_prior
+from snnk_cli.baselines import head_with_bias, move_threshold, start_at_prior
 from snnk_cli.data import calibration_batches
-from snnk_cli.evaluation import evaluation_splits, held_back_rows, repeat_notes
+from snnk_cli.evaluation import evaluation_splits, held_back_rows, matched_threshold, predict, repeat_notes
 from snnk_cli.experiment import Data, Experiment, Finished, Schedule, of_epochs
 from snnk_cli.modality import modality_of
 from snnk_cli.models import (
@@ -24,7 +25,9 @@ from snnk_cli.models import (
 from snnk_cli.results import cost_of, save_models
 from snnk_cli.settings import FinetuneConfig, PoolingSection
 from snnk_cli.task_settings import completed, find_task
+from snnk_cli.terminal import read_log
 from snnk_peft import fit_closed_form
+from snnk_peft.errors import ConfigError
 
 
 class Finetuning(Experiment[FinetuneConfig]):
@@ -90,7 +93,10 @@ class Finetuning(Experiment[FinetuneConfig]):
             wanted = "zero" if head_with_bias(base, fresh) is None else "prior"
         if wanted == "prior" and not resumed:
             start_at_prior(base, data.train.labels)
+        if config.train.choose_threshold:
+            self.check_threshold(base, accelerator)
         calibration, base = None, base.to(device)
+        started = time.perf_counter()
         if (config.method.calibrate or config.method.calibrate_adapters or config.method.fit_head) and not resumed:
             rank, world = accelerator.process_index, accelerator.num_processes
             calibration = calibration_batches(data.train, config, device, rank, world)
@@ -103,12 +109,45 @@ class Finetuning(Experiment[FinetuneConfig]):
                     data.train, config, device, rank, world, config.method.head_samples, by_length=True
                 )
             fit = fit_closed_form(base, read, as_logits=True)
+            self.fit_seconds = time.perf_counter() - started
             accelerator.print(fit)
         return build_model(base, config.method, config.train.seed, calibration)
 
     def schedule(self, per_epoch: int) -> Schedule:
-        """Whole epochs; the warm-up is a part of all steps."""
-        return of_epochs(self.config.train, per_epoch)
+        """Whole epochs; the warm-up is a part of all steps. A head in closed form may be as good as it gets."""
+        fitted = getattr(self.config.method, "fit_head", False)  # not every program has it
+        first = fitted and self.config.train.eval_every != "end"
+        return replace(of_epochs(self.config.train, per_epoch), eval_first=first)
+
+    def check_threshold(self, model: Any, accelerator: Any) -> None:
+        """Refuse train.choose_threshold where there is none to choose, or it could not be stored."""
+        labels, sharded = self.task.num_labels, accelerator.distributed_type.value == "FSDP"
+        if self.task.label_names is not None and labels == 2 and not self.task.tokens and not sharded:
+            if head_with_bias(model) is not None:
+                return
+            found = f"the head of {type(model).__name__} has no bias, which would hold it"
+        elif sharded:
+            found = "the model is split among the processes (FSDP)"
+        else:
+            of_words, of_numbers = self.task.tokens, self.task.label_names is None
+            has = "tagged words" if of_words else "numbers" if of_numbers else f"{labels} classes"
+            found = f"task {self.task.name} has {has}; expected two classes"
+        raise ConfigError(f"train.choose_threshold is true, and {found}; leave it out")
+
+    def settle(
+        self, model: torch.nn.Module, data: Data, accelerator: Any, stopped: Callable[[], bool]
+    ) -> dict[str, Any] | None:
+        """The threshold between two classes, if that is asked for."""
+        if not getattr(self.config.train, "choose_threshold", False):  # not every program has it
+            return {}
+        (held,) = data.splits.values()
+        size = self.config.train.eval_batch_size
+        found = predict(model, held, size, accelerator, stopped)
+        if found is None:
+            return None
+        threshold = matched_threshold(*found)
+        move_threshold(model, threshold)
+        return {"threshold": threshold}
 
     def report(self, done: Finished) -> dict[str, Any]:
         """adapter/, bundle/ or model/; the score of the best checkpoint, and what the bundle costs."""
@@ -117,11 +156,16 @@ class Finetuning(Experiment[FinetuneConfig]):
         if self.config.output.save_model:
             self.save(done, metrics)
         chosen = {"score_held_back": best["score"]} if done.test else {}
+        first = read_log(done.folder / "log.jsonl")[0]
+        start = {}
+        if first["step"] == 0:
+            start["before_training"] = {"score": first["score"], "seconds": first["fit_seconds"]}
         cost = {"cost": self.cost()} if self.config.output.cost and self.config.method.name == "snnk" else {}
         return {
             "score": metrics["score"],
             "metrics": metrics,
             **chosen,
+            **start,
             **cost,
             "best_epoch": best["step"] / done.per_epoch,
             "trainable_parameters_without_classifier": done.counts["trainable_without_classifier"],
@@ -139,10 +183,12 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
         """The score, and that of the examples that chose the checkpoint, if they are others."""
+        start = figures.get("before_training")
+        before = "" if start is None else f"before training {start['score']:.4f}, fitted in {start['seconds']:.0f} s; "
         if not done.test:
-            return super().summary(done, figures)
+            return before + super().summary(done, figures)
         return (
-            f"score {figures['score']:.4f}, {done.best['score']:.4f} on the examples held back, at step "
+            f"{before}score {figures['score']:.4f}, {done.best['score']:.4f} on the examples held back, at step "
             f"{done.best['step']}; everything is in {done.folder}"
         )
 

@@ -208,15 +208,18 @@ def test_numbers_instead_of_classes(world: Path, tmp_path: Path) -> None:
 
 
 def test_training_behind_it(world: Path, tmp_path: Path) -> None:
-    """The trained conversion is what is bundled, and the log begins with the one that was not."""
-    few = ["train.epochs=1", "train.learning_rate=3e-3", "train.layers=1", "train.batch_size=8"]
-    for name, changes in (("a", few), ("b", [])):
+    """The trained conversion is what is bundled if it is better, and the log begins with the one that was not."""
+    few = ["train.epochs=4", "train.learning_rate=1e-3", "train.layers=1", "train.batch_size=8"]
+    for name, changes in (("a", few), ("b", []), ("c", [*few, "train.learning_rate=1e-30"])):
         assert convert.main(settings(world, tmp_path / name, "convert.recover=0", *changes, task="stsb")) == 0
-    assert not same_tensors(*(load_file(tmp_path / name / "bundle/model.safetensors") for name in "ab"))
+    trained, untrained, kept = (load_file(tmp_path / name / "bundle/model.safetensors") for name in "abc")
+    assert not same_tensors(trained, untrained)
+    assert same_tensors(kept, untrained)
     assert (tmp_path / "a/learning_curve.png").is_file()
     log = [json.loads(line) for line in (tmp_path / "a/log.jsonl").read_text().splitlines()]
     assert log[0]["step"] == 0  # what the conversion scores without training
     assert log[0]["score"] == pytest.approx(read(tmp_path / "b")["score"])
+    assert read(tmp_path / "a")["score"] == pytest.approx(max(row["score"] for row in log if "score" in row))
 
 
 def test_killed_in_its_training_it_continues_to_the_same_weights(world: Path, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from snnk_cli import checkpoint as checkpoints
 from snnk_cli import training
 from snnk_cli.config import describe, load_config
 from snnk_cli.data import Examples, epoch_plan, share, steps_per_epoch
-from snnk_cli.evaluation import DivergedError, held_back_rows
+from snnk_cli.evaluation import DivergedError, held_back_rows, matched_threshold
 from snnk_cli.experiment import RATE, learning_rate, make_optimizer
 from snnk_cli.modality import check_length, positions
 from snnk_cli.models import dropout_settings, load_pretrained, resolve_model
@@ -396,6 +396,48 @@ def test_the_epoch_may_be_chosen_on_training_examples(world: Path, tmp_path: Pat
     assert metrics["score"] == evaluated["score"]
 
 
+def test_a_fitted_head_that_no_step_makes_better_is_the_best(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = ("method.fit_head=true", "train.learning_rate=1e-30", "output.save_model=true")
+    assert finetune.main(settings(world, tmp_path / "run", *changes)) == 0
+    metrics = json.loads((tmp_path / "run/metrics.json").read_text())
+    logged = [json.loads(line) for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in logged if "score" in row] == [0, 1, 2, 3]
+    assert (metrics["best_step"], metrics["epochs"]) == (0, 3)
+    assert metrics["before_training"]["score"] == metrics["score"]
+    assert metrics["before_training"]["seconds"] > 0
+    assert "before training" in capsys.readouterr().out
+    # Without a fitted head there is nothing worth a look; at the end alone nothing else is scored.
+    for name, other in (("plain", "method.fit_head=false"), ("end", "train.eval_every=end")):
+        assert finetune.main(settings(world, tmp_path / name, *changes, other)) == 0
+        assert "before_training" not in json.loads((tmp_path / name / "metrics.json").read_text())
+
+
+def test_the_threshold_gives_each_class_as_often_as_it_occurs() -> None:
+    logits = torch.randn(101, 2, generator=torch.Generator().manual_seed(0)) - torch.tensor([0.0, 3.0])
+    labels = torch.arange(101) < 12
+    assert (logits.argmax(-1) == 1).sum() < 6
+    threshold = matched_threshold(logits, labels.long())
+    assert ((logits[:, 1] - logits[:, 0]) > threshold).sum() == 12
+    assert matched_threshold(logits, torch.zeros(101).long()) == matched_threshold(logits, torch.ones(101).long()) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ((), "choose_share null; set choose_share"),
+        (("train.choose_share=0.1", "task=stsb"), "task stsb has numbers; expected two classes"),
+        (("train.choose_share=0.1", "task=mnli"), "task mnli has 3 classes; expected two classes"),
+    ],
+)
+def test_a_threshold_needs_two_classes_and_rows_held_back(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: tuple[str, ...], message: str
+) -> None:
+    assert finetune.main(settings(world, tmp_path / "run", "train.choose_threshold=true", *changes)) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_rows_held_back_are_of_every_class_and_not_trained_on() -> None:
     rows = datasets.Dataset.from_dict({"sentence1": [str(i) for i in range(50)], "label": [0] * 40 + [1] * 10})
     kept, held = held_back_rows(rows, 0.2)
@@ -482,11 +524,14 @@ def test_evaluation_of_every_saved_form_repeats_the_score_of_training(
     changes: tuple[str, ...] = ("train.epochs=2", "output.save_model=true", "train.learning_rate=5e-3")
     if head == "wide":
         changes += ("method.head=wide", "method.fit_head=true", "train.head_learning_rate=1e-3")
+    else:
+        changes += ("train.choose_share=0.2", "train.choose_threshold=true")
     assert finetune.main(settings(world, run, *changes, method=method)) == 0
     trained = json.loads((run / "metrics.json").read_text())
     assert score.main([str(run)]) == 0
     assert json.loads((run / "evaluation.json").read_text())["metrics"] == trained["metrics"]
     assert json.loads((run / "metrics.json").read_text()) == trained
+    assert head == "wide" or trained["threshold"] != 0
     if method == "linear_probe":  # of pairs, the means of two layers and how they differ
         inputs = {"own": 32, "wide": 4 * 32}[head]
         parameters = (inputs * 2 + 2, 0)

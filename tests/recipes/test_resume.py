@@ -186,6 +186,17 @@ def test_resume_of_snnk_parts_is_exact(here: Path, capsys: pytest.CaptureFixture
     assert results[0]["metrics"] == results[1]["metrics"]
 
 
+def test_resume_before_the_first_step_keeps_what_was_scored_before_it(here: Path) -> None:
+    assert finetune.main(["run.yaml", "method.fit_head=true", "output.dir=straight"]) == 0
+    arguments = interrupted(1, "method.fit_head=true")
+    assert [entry.name for entry in list_checkpoints(here / "run/checkpoints")] == ["step-0000000"]
+    assert finetune.main([*arguments, "--resume"]) == 0
+    assert_same("run", "straight")
+    results = [json.loads(Path(name, "metrics.json").read_text()) for name in ("run", "straight")]
+    scores = [result["before_training"]["score"] for result in results]
+    assert scores[0] == scores[1]
+
+
 def test_resume_on_other_threads_says_that_bits_may_differ(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = interrupted(3)
     torch.set_num_threads(2)
