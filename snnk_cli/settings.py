@@ -56,7 +56,7 @@ class DataSection:
     split_seed: int | None = option(None, "tables, image_folder: decides which are held back (0)", low=0)
     max_length: int = option(128, "tokens per example; longer ones are cut", low=4)
     workers: int = option(0, "images: processes that make batches ahead of time; 0 makes them in this one", low=0)
-    max_unreadable: int = option(0, "images: so many that cannot be read are reported and left out", low=0)
+    max_unreadable: int = option(0, "images, tables: so many that cannot be read are reported and left out", low=0)
     max_train_samples: int | None = option(None, "train on a subset drawn with train.seed", low=1)
     max_eval_samples: int | None = option(None, "evaluate on the first rows only", low=1)
 

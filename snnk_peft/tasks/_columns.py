@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
@@ -41,6 +42,7 @@ class TableSettings:
             IOB2).
         hold_out: share of the training rows that is held back where no evaluation rows are given, of every class alike.
         split_seed: decides which ones.
+        max_unreadable: so many faulty rows of a file are left out with a warning; more are an error.
     """
 
     train_file: str | None = None
@@ -57,6 +59,7 @@ class TableSettings:
     metric: str | None = None
     hold_out: float = 0.1
     split_seed: int = 0
+    max_unreadable: int = 0
 
     @property
     def columns(self) -> list[str]:
@@ -216,7 +219,10 @@ def examples(known: TableSettings, rows: Rows) -> list[list[Any]]:
     """Columns of the texts (or words), of the labels, and of the places of the rows in the table, from 0.
 
     Raises:
-        ConfigError: every faulty row.
+        ConfigError: every faulty row, if there are more than `max_unreadable`, or nothing else.
+
+    Warns:
+        UserWarning: the faulty rows that are left out.
     """
     *texts, label = known.columns
     tokens = known.kind == TOKENS
@@ -249,6 +255,12 @@ def examples(known: TableSettings, rows: Rows) -> list[list[Any]]:
         if not wrong:
             for column, value in zip(columns, [*example, at], strict=True):
                 column.append(value)
-    if rows.faults or faults:
-        raise ConfigError(rows.messages(faults))
+    if number := len({line for line, _ in [*rows.faults, *faults]}):
+        found, most = rows.messages(faults), known.max_unreadable
+        if most and (number > most or not columns[0]):
+            found = [f"{rows.source}: {number} rows are faulty; expected at most {most} (max_unreadable)", *found]
+        if number > most or not columns[0]:
+            raise ConfigError(found)
+        left = f"{number} faulty rows are left out, {len(columns[0])} are read"
+        warnings.warn("\n  ".join([f"{rows.source}: {left}", *found]), stacklevel=2)
     return columns

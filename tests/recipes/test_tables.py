@@ -84,6 +84,24 @@ def test_every_fault_of_json_lines_has_its_line(here: Path) -> None:
     ]
 
 
+def test_so_many_faulty_rows_may_be_left_out(here: Path) -> None:
+    lines = ["text,label", "good,a", ",b", "poor,b", "bad,", "fine,a", "ill,b"]
+    (here / "x.csv").write_text("\n".join(lines) + "\n")
+    given = {"train_file": "x.csv", "eval_file": "x.csv"}
+    assert len(faults_of(table(**given).load)) == 2 * 2  # both splits
+    assert "x.csv: 2 rows are faulty; expected at most 1 (max_unreadable)" in faults_of(
+        table(**given, max_unreadable=1).load
+    )
+    with pytest.warns(UserWarning, match=r"(?s)x.csv: 2 faulty rows are left out, 4 are read.*line 3: text is empty"):
+        rows = table(**given, max_unreadable=2).load()["train"]
+    assert (rows["sentence1"][:], rows["label"][:]) == (["good", "poor", "fine", "ill"], [0, 1, 0, 1])
+    assert rows["idx"][:] == [0, 2, 4, 5]
+    (here / "y.csv").write_text("text,label\n,a\n,b\n")
+    assert (
+        "y.csv: 2 rows are faulty" in faults_of(table(train_file="x.csv", eval_file="y.csv", max_unreadable=2).load)[0]
+    )
+
+
 def test_every_fault_of_tagged_words_has_its_line(here: Path) -> None:
     rows = [
         {"text": ["a", "b"], "label": ["X", "Y"]},
