@@ -429,9 +429,10 @@ def test_the_threshold_gives_each_class_as_often_as_it_occurs() -> None:
         ((), "choose_share null; set choose_share"),
         (("train.choose_share=0.1", "task=stsb"), "task stsb has numbers; expected two classes"),
         (("train.choose_share=0.1", "task=mnli"), "task mnli has 3 classes; expected two classes"),
+        (("train.choose_share=0.1", "output.cost=true", "method.head=wide"), "which it does not count"),
     ],
 )
-def test_a_threshold_needs_two_classes_and_rows_held_back(
+def test_settings_of_head_and_threshold_that_do_not_fit_are_refused(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: tuple[str, ...], message: str
 ) -> None:
     assert finetune.main(settings(world, tmp_path / "run", "train.choose_threshold=true", *changes)) == 2
