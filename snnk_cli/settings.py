@@ -336,7 +336,7 @@ class FinetuneConfig:
                 "output.bundle is false with method.train_base, of which nothing else is saved; set it to true, or "
                 "output.save_model to false"
             )
-        if self.output.cost and getattr(self.method, "head", "own") == "wide":
+        if getattr(self.output, "cost", False) and getattr(self.method, "head", "own") == "wide":
             faults.append("output.cost is true with method.head=wide, which it does not count; set one to its default")
         if faults or task_modality(self.task) == "image":
             return faults

@@ -65,6 +65,8 @@ def task_faults(name: str, data: DataSection) -> list[str]:
         return [fault]
     table: Any = tasks()["table"]
     settings = {key.name: getattr(data, key.name) for key in fields(table.settings)}
+    if task_modality(name) == "image" or not data.max_unreadable:  # images may be unreadable in any task
+        del settings["max_unreadable"]
     return [f"data.{fault}" for fault in tasks()[name].check(settings)]
 
 

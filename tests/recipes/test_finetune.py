@@ -430,9 +430,13 @@ def test_the_threshold_gives_each_class_as_often_as_it_occurs() -> None:
         (("train.choose_share=0.1", "task=stsb"), "task stsb has numbers; expected two classes"),
         (("train.choose_share=0.1", "task=mnli"), "task mnli has 3 classes; expected two classes"),
         (("train.choose_share=0.1", "output.cost=true", "method.head=wide"), "which it does not count"),
+        (
+            ("train.choose_share=0.1", "data.max_unreadable=2"),
+            "data.max_unreadable is 2, but task rte has",
+        ),
     ],
 )
-def test_settings_of_head_and_threshold_that_do_not_fit_are_refused(
+def test_settings_that_do_not_fit_the_task_are_refused(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: tuple[str, ...], message: str
 ) -> None:
     assert finetune.main(settings(world, tmp_path / "run", "train.choose_threshold=true", *changes)) == 2
