@@ -155,6 +155,8 @@ class Training:
         metrics = self._score()
         if metrics is None:
             return False
+        if not math.isfinite(metrics["score"]):
+            raise DivergedError(f"the score is {metrics['score']} at step {state.step}")
         state.evaluated_step = state.step
         state.evaluations_without_gain += 1
         # The first of equal scores wins.

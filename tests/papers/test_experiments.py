@@ -169,7 +169,7 @@ def test_the_advice_is_the_experiments(tmp_path: Path, capsys: pytest.CaptureFix
 
     assert launch(Broken, None, given) == 1
     error = capsys.readouterr().err
-    assert "the loss is inf at step 1" in error
+    assert "the score is -inf at step 0" in error
     assert error.rstrip().endswith("Take fewer points.")
 
 
