@@ -163,7 +163,8 @@ class Training:
         if state.best is None or metrics["score"] > state.best["score"]:
             state.best = {"score": metrics["score"], "step": state.step, "metrics": metrics}
             state.evaluations_without_gain = 0
-        start = {} if state.step else {"fit_seconds": self.experiment.fit_seconds}
+        seconds = 0 if state.step else self.experiment.fit_seconds
+        start = {"fit_seconds": seconds} if seconds else {}
         self.tracker.log(state.step, {"epoch": state.step / self.per_epoch, **metrics, **start})
         values = "  ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         self.tracker.say(f"step {state.step}/{self.schedule.total}  {values}")

@@ -159,7 +159,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         first = read_log(done.folder / "log.jsonl")[0]
         start = {}
         if first["step"] == 0:
-            start["before_training"] = {"score": first["score"], "seconds": first["fit_seconds"]}
+            start["before_training"] = {"score": first["score"], "seconds": first.get("fit_seconds", 0.0)}
         cost = {"cost": self.cost()} if self.config.output.cost and self.config.method.name == "snnk" else {}
         return {
             "score": metrics["score"],
