@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from snnk_cli.settings import MethodSection
 from snnk_peft.errors import ConfigError
-from snnk_peft.families import known_family
+from snnk_peft.families import family_of, known_family
 from snnk_peft.parts.norms import is_norm
 
 PEFT_BASELINES = ("lora", "ia3", "vera", "boft")
@@ -47,8 +47,10 @@ def with_baseline(
     """
     lora = method.lora
     if lora.norms:
-        saved = [*saved, *norm_names(base)]
+        saved = [*saved, *norm_names(base, lora.layers)]
     common: dict[str, Any] = {"task_type": task_type, "modules_to_save": saved or None}
+    if method.name != "ia3":
+        common["layers_to_transform"] = lora.layers
     if method.name == "lora":
         targets = lora.target_modules or query_value_names(base)
         scale: dict[str, Any] = {
@@ -141,9 +143,14 @@ def train_biases_and_norms(model: PreTrainedModel) -> None:
         parameter.requires_grad_(not name.startswith(prefix) or own == "bias" or owner in inside)
 
 
-def norm_names(model: PreTrainedModel) -> list[str]:
-    """What the normalisation layers are called, the last words of their paths."""
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules() if is_norm(module)})
+def norm_names(model: PreTrainedModel, layers: list[int] | None = None) -> list[str]:
+    """What the normalisation layers are called, the last words of their paths; of some `layers`, their paths."""
+    paths = [name for name, module in model.named_modules() if is_norm(module)]
+    if layers is None:
+        return sorted({path.rpartition(".")[2] for path in paths})
+    every = family_of(model).layer_paths(model)
+    inside = tuple(f"{every[index]}." for index in layers)
+    return [path for path in paths if path.startswith(inside)]
 
 
 def query_value_names(model: PreTrainedModel) -> list[str] | None:
@@ -188,13 +195,14 @@ def move_threshold(model: PreTrainedModel, threshold: float) -> None:
 
 
 def start_at_prior(model: PreTrainedModel, labels: torch.Tensor) -> None:
-    """The head's bias becomes what is known of an example before it is read: log frequencies, or the mean number.
+    """The head's bias becomes what is known of an example before it is read: log frequencies or odds, the mean number.
 
     With a head that begins at zero the first steps would be spent on that.
 
     Args:
         model: with a fresh head.
-        labels: (n,) class indices or numbers of the training examples; negative indices do not count.
+        labels: (n,) class indices or numbers of the training examples, negative indices do not count; of several labels
+            (n, labels) of zeros and ones.
 
     Raises:
         ConfigError: the head has no bias.
@@ -206,7 +214,9 @@ def start_at_prior(model: PreTrainedModel, labels: torch.Tensor) -> None:
             "outputs and a bias; set method.head_bias=auto"
         )
     with torch.no_grad():
-        if labels.is_floating_point():
+        if labels.dim() == 2 and labels.is_floating_point():
+            head.bias.copy_(((labels.sum(0) + 1) / (len(labels) + 2)).logit())
+        elif labels.is_floating_point():
             head.bias.fill_(labels.mean())
         else:
             counts = torch.bincount(labels[labels >= 0].flatten(), minlength=int(model.config.num_labels or 0)) + 1

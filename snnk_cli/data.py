@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import one_hot
 from transformers import PreTrainedTokenizerBase
 
 from snnk_cli.settings import FinetuneConfig, StepSettings
@@ -75,6 +76,72 @@ class ExampleSet(ABC):
         order = sorted(range(len(self)), key=lambda index: -self.lengths[index])
         for start in range(0, len(order), batch_size):
             yield order[start : start + batch_size]
+
+
+class AroundExamples(ExampleSet):
+    """Examples whose batches differ from those of others in something; everything else is theirs.
+
+    Args:
+        examples: the others.
+    """
+
+    def __init__(self, examples: ExampleSet):
+        self.inner = examples
+        self.lengths, self.labels, self.pairs = examples.lengths, examples.labels, examples.pairs
+
+    def describe(self) -> str:
+        return self.inner.describe()
+
+    def fingerprint(self) -> str:
+        return self.inner.fingerprint()
+
+    def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        return next(self.batches([indices], device))
+
+    @abstractmethod
+    def batches(
+        self, wanted: Sequence[Sequence[int]], device: torch.device | str = "cpu", epoch: int | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]: ...
+
+
+class WeightedExamples(AroundExamples):
+    """Examples of classes that count differently in training: w(y) in front of an example's cross-entropy.
+
+    That is the cross-entropy with w(y) at the place of the label's 1, in soft_labels (batch, classes).
+
+    Args:
+        examples: with a class each.
+        weights: (classes,).
+    """
+
+    def __init__(self, examples: ExampleSet, weights: torch.Tensor):
+        super().__init__(examples)
+        self.weights = weights
+
+    def batches(
+        self, wanted: Sequence[Sequence[int]], device: torch.device | str = "cpu", epoch: int | None = None
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        for inputs in self.inner.batches(wanted, device, epoch):
+            if epoch is not None:
+                labels = inputs.pop("labels", None)
+                soft = inputs.get("soft_labels")
+                if soft is None and labels is not None:
+                    kept = labels >= 0
+                    soft = one_hot(labels.clamp_min(0), len(self.weights)) * kept[:, None]
+                assert soft is not None
+                inputs["soft_labels"] = soft * self.weights.to(soft.device)
+            yield inputs
+
+
+def balanced_weights(labels: torch.Tensor, classes: int) -> torch.Tensor:
+    """n / (classes · examples of the class), (classes,); classes without examples count as with one.
+
+    Args:
+        labels: (n,), negative where none counts.
+        classes: how many there are.
+    """
+    counts = torch.bincount(labels[labels >= 0], minlength=classes).clamp_min(1)
+    return counts.sum() / (classes * counts.float())
 
 
 class Examples(ExampleSet):

@@ -100,7 +100,8 @@ def predict(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Logits (n, classes) in fp32 and labels (n,), on the CPU, of all examples; None if `stopped` became true.
 
-    Where every word has a label: (n, longest, classes) and (n, longest), padded with zeros and `IGNORED`.
+    Where every word has a label: (n, longest, classes) and (n, longest), padded with zeros and `IGNORED`; of several
+    labels per example both (n, classes).
 
     With several processes each takes part of every batch and all receive the whole result.
     """
@@ -120,7 +121,7 @@ def predict(
         inputs = next(feed)
         target = inputs.pop("labels")
         output = model(**inputs).logits.float()
-        if target.dim() == 2:
+        if target.dim() == 2 and not target.is_floating_point():
             missing = longest - target.shape[1]
             output, target = pad(output, (0, 0, 0, missing)), pad(target, (0, missing), value=IGNORED)
         if world > 1:

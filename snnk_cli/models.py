@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from snnk_cli.modality import load_tokenizer, modality_of, nowhere
 from snnk_cli.settings import MethodSection
 from snnk_peft import HeadFeatures, calibrate, calibrate_adapters, get_snnk_model, with_head
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import family_of
 from snnk_peft.solvers.reduce import process
 from snnk_peft.tuner.slot_layer import SlotLayer
 
@@ -215,15 +217,20 @@ def build_model(
     Returns:
         a PeftModel for snnk, lora, ia3, vera and boft, `base` itself for the others.
     """
+    if method.cut is not None:
+        model = build_model(base, replace(_behind_cut(method, base), cut=None), seed, calibration)
+        if method.name in ("full", "bitfit") or method.train_base:
+            _freeze_trunk(model, method.cut)
+        return model
     train_pooler = method.pooler == "dense"
     if method.name == "full":
         return base
-    if train_pooler and not any(_POOLER.search(name) for name, _ in base.named_parameters()):
+    if train_pooler and not any(is_of_pooler(name) for name, _ in base.named_parameters()):
         raise UnsupportedError(f"method.pooler is dense, but {type(base).__name__} has no module named pooler")
     if method.name == "linear_probe":
         prefix = f"{base.base_model_prefix}."
         for name, parameter in base.named_parameters():
-            parameter.requires_grad_(not name.startswith(prefix) or (train_pooler and bool(_POOLER.search(name))))
+            parameter.requires_grad_(not name.startswith(prefix) or (train_pooler and is_of_pooler(name)))
         return base
     if method.name == "bitfit":
         train_biases_and_norms(base)
@@ -271,6 +278,58 @@ def _heads(model: PreTrainedModel) -> list[str]:
 def is_of_head(name: str) -> bool:
     """Whether a parameter belongs to the task head."""
     return _HEAD.search(name) is not None
+
+
+def is_of_pooler(name: str) -> bool:
+    """Whether a parameter belongs to the pooler."""
+    return _POOLER.search(name) is not None
+
+
+def bare_model(model: Any) -> Any:
+    """The transformers model inside a PeftModel, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def encoder_layers(bare: Any, cut: int) -> list[torch.nn.Module]:
+    """The layers of a transformers model, in their order, for `method.cut`.
+
+    Raises:
+        ConfigError: it has fewer.
+        UnsupportedError: layers that run several times.
+    """
+    family = family_of(bare)
+    layers = [bare.get_submodule(path) for path in family.layer_paths(bare)]
+    count = family.config_of(bare).num_hidden_layers
+    if len(layers) != count:
+        raise UnsupportedError(
+            f"method.cut is {cut}, and the {count} layers of {type(bare).__name__} share {len(layers)} sets of "
+            "weights; expected a model with weights for each layer. Leave method.cut out"
+        )
+    if cut > count:
+        raise ConfigError(f"method.cut is {cut}; {type(bare).__name__} has {count} layers")
+    return layers
+
+
+def _behind_cut(method: MethodSection, base: Any) -> MethodSection:
+    """The method on the layers behind the cut, where the settings name no layers."""
+    assert method.cut is not None
+    behind = list(range(method.cut, len(encoder_layers(base, method.cut))))
+    if not behind and method.name not in ("full", "bitfit", "linear_probe"):
+        raise ConfigError(f"method.cut is {method.cut}: no layer is left for {method.name}; set it lower")
+    lora = replace(method.lora, layers=behind) if method.lora.layers is None else method.lora
+    adapter = None if method.adapter is None else {"layers": behind, **method.adapter}
+    of_norms = [{"layers": behind, **part} if part.get("part") == "norms" else part for part in method.parts or []]
+    return replace(method, lora=lora, adapter=adapter, parts=of_norms or method.parts)
+
+
+def _freeze_trunk(model: Any, cut: int) -> None:
+    """Nothing of an encoder is trained but the layers behind the cut, and the pooler."""
+    bare = bare_model(model)
+    layers = encoder_layers(bare, cut)
+    behind = {id(value) for layer in layers[cut:] for value in layer.parameters()}
+    for name, value in bare.base_model.named_parameters():
+        if id(value) not in behind and not is_of_pooler(name):
+            value.requires_grad_(False)
 
 
 def with_wide_head(base: PreTrainedModel, task: Any) -> PreTrainedModel:

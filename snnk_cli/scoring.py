@@ -107,7 +107,7 @@ def _score(output: Path | None, folder: Path, subject: Subject, draws: int | Non
     config, task, model, max_length, read = subject
     if draws is not None:
         resamplable(model)
-        if task.label_names is None or getattr(task, "tokens", False):
+        if task.problem_type != "single_label_classification":
             raise ConfigError(f"--draws: task {config.task} has no class label per example; leave --draws out")
     splits = read()
 

@@ -44,12 +44,19 @@ class DataSection:
     )
     text: str | None = option(None, "task table: column of the text or of the list of words (text)")
     text_pair: str | None = option(None, "task table: column of the second text of a pair")
-    label: str | None = option(None, "task table: column of the class, the number or the list of tags (label)")
-    kind: str | None = option(None, "task table: classification, regression or token_classification; null infers it")
+    label: str | None = option(
+        None, "task table: column of the class, the number or the list of tags or labels (label)"
+    )
+    kind: str | None = option(
+        None,
+        "task table: classification, multi_label_classification, regression or token_classification; null infers it",
+    )
     labels: list[str] | list[int] | None = option(
         None, "tables, folders of images: class names in the order of their ids; null takes those found, sorted"
     )
-    metric: str | None = option(None, "task table: chooses the checkpoint (accuracy, pearson, or F1 of entities)")
+    metric: str | None = option(
+        None, "task table: chooses the checkpoint (accuracy, pearson, or F1 of entities or of several labels)"
+    )
     hold_out: float | None = option(
         None, "tables, image_folder: share of the training examples to hold back (0.1)", above=0, high=0.9
     )
@@ -99,6 +106,9 @@ class LoraSection:
     )
     dora: bool = option(False, "DoRA: lengths of the weights' columns are trained apart from their directions")
     norms: bool = option(False, "normalisation layers are trained as well (lora, ia3, vera, boft)")
+    layers: list[int] | None = option(
+        None, "indices of the layers that are adapted, from 0 (lora, vera, boft); null: all, or those behind method.cut"
+    )
 
 
 @dataclass(kw_only=True)
@@ -152,6 +162,13 @@ class MethodSection(PoolingSection):
         "apart. A wide head is taken only if it beats chance",
     )
     head_samples: int = option(4000, "training examples that a wide head is fitted to, at most", low=8)
+    cut: int | None = option(
+        None,
+        "the first so many layers are frozen and run only once over the training examples, so that a step costs the "
+        "layers behind them alone; what is trained begins there. Their outputs go into a file beside output.dir, two "
+        "bytes per number",
+        low=1,
+    )
     train_base: bool = option(
         False,
         "also train the pretrained weights that stay in use, as the SNNK paper's uptraining does (method snnk); such a "
@@ -204,6 +221,8 @@ class MethodSection(PoolingSection):
         return faults
 
     def _head_faults(self) -> list[str]:
+        if self.cut is not None and self.name == "ia3":
+            return ["cut is set, and PEFT's IA3Config takes no layers; choose another method.name, or leave cut out"]
         if self.head == "own" or self.pooler == "frozen" or self.name == "full":
             return []
         return ["head is wide, which reads no pooler, and pooler is not frozen; set one of them to its default"]
@@ -278,6 +297,12 @@ class FinetuneTrain(TrainSection):
         "of two classes, move the head's bias behind the training so that the examples held back (choose_share) are "
         "given each class as often as they are of it: better F1 and Matthews correlation where one class is rare",
     )
+    class_weights: str = option(
+        "none",
+        "balanced: an example counts the more, the rarer its class is: n / (classes x examples of the class), as in "
+        "scikit-learn; the head begins as if all classes were equally frequent",
+        choices=("none", "balanced"),
+    )
     head_learning_rate: float | None = option(
         None, "peak learning rate of the task head; null: learning_rate", above=0, high=10
     )
@@ -338,6 +363,12 @@ class FinetuneConfig:
             )
         if getattr(self.output, "cost", False) and getattr(self.method, "head", "own") == "wide":
             faults.append("output.cost is true with method.head=wide, which it does not count; set one to its default")
+        given = self.augment.given
+        if given and getattr(self.method, "cut", None) is not None:
+            faults.append(
+                f"augment.{given[0]} is {getattr(self.augment, given[0])!r} with method.cut, for which the first "
+                "layers see every image once; leave one of them out"
+            )
         if faults or task_modality(self.task) == "image":
             return faults
         return [

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from snnk_cli.baselines import head_with_bias, move_threshold, start_at_prior
-from snnk_cli.data import calibration_batches
+from snnk_cli.data import WeightedExamples, balanced_weights, calibration_batches
 from snnk_cli.evaluation import evaluation_splits, held_back_rows, matched_threshold, predict, repeat_notes
 from snnk_cli.experiment import Data, Experiment, Finished, Schedule, of_epochs
 from snnk_cli.modality import modality_of
@@ -26,6 +27,7 @@ from snnk_cli.results import cost_of, save_models
 from snnk_cli.settings import FinetuneConfig, PoolingSection
 from snnk_cli.task_settings import completed, find_task
 from snnk_cli.terminal import read_log
+from snnk_cli.trunk import StoredExamples, Trunk
 from snnk_peft import fit_closed_form
 from snnk_peft.errors import ConfigError
 
@@ -50,6 +52,12 @@ class Finetuning(Experiment[FinetuneConfig]):
         share: float | None = self.config.train.choose_share
         return share
 
+    @property
+    def cut(self) -> int | None:
+        """Layers that run once, None for none."""
+        found: int | None = getattr(self.config.method, "cut", None)  # not every program has it
+        return found
+
     def data(self, accelerator: Any) -> Data:
         """The task's examples, as the model reads them."""
         config, task = self.config, self.task
@@ -70,6 +78,15 @@ class Finetuning(Experiment[FinetuneConfig]):
             accelerator.print(f"note: {note}")
         seed = config.train.seed
         examples = modality.training_examples(rows, reader, config.data, task, config.augment, seed)
+        self.stored = None if self.cut is None else StoredExamples(examples)
+        examples = self.stored or examples
+        if getattr(config.train, "class_weights", "none") != "none":
+            if task.problem_type != "single_label_classification":
+                raise ConfigError(
+                    f"train.class_weights is balanced, and task {task.name} has {_has(task)}; expected a class per "
+                    "example: leave it out"
+                )
+            examples = WeightedExamples(examples, balanced_weights(examples.labels, task.num_labels))
         evaluated, chosen_on = (
             {name: modality.examples(part, reader, config.data, task) for name, part in parts.items()}
             for parts in (evaluation_splits(task, data, config.data.max_eval_samples), choosing)
@@ -95,6 +112,10 @@ class Finetuning(Experiment[FinetuneConfig]):
             start_at_prior(base, data.train.labels)
         if config.train.choose_threshold:
             self.check_threshold(base, accelerator)
+        if self.cut is not None and accelerator.distributed_type.value == "FSDP":
+            raise ConfigError(
+                f"method.cut is {self.cut}, and the model is split among the processes (FSDP); leave it out"
+            )
         calibration, base = None, base.to(device)
         started = time.perf_counter()
         if (config.method.calibrate or config.method.calibrate_adapters or config.method.fit_head) and not resumed:
@@ -111,7 +132,15 @@ class Finetuning(Experiment[FinetuneConfig]):
             fit = fit_closed_form(base, read, as_logits=True)
             self.fit_seconds = time.perf_counter() - started
             accelerator.print(fit)
-        return build_model(base, config.method, config.train.seed, calibration)
+        head = head_with_bias(base, fresh)
+        if isinstance(data.train, WeightedExamples) and head is not None and (wanted == "prior" or self.fit_seconds):
+            with torch.no_grad():  # the classes' shares, weighted, are equal
+                head.bias.add_(data.train.weights.log().to(head.bias))
+        model: torch.nn.Module = build_model(base, config.method, config.train.seed, calibration)
+        if self.stored is not None:
+            self.trunk = Trunk(model.to(device), config.method.cut)
+            self.stored.fill(self.trunk, config.train.eval_batch_size, device, Path(config.output.dir))
+        return model
 
     def schedule(self, per_epoch: int) -> Schedule:
         """Whole epochs; the warm-up is a part of all steps. A head in closed form may be as good as it gets."""
@@ -122,22 +151,22 @@ class Finetuning(Experiment[FinetuneConfig]):
     def check_threshold(self, model: Any, accelerator: Any) -> None:
         """Refuse train.choose_threshold where there is none to choose, or it could not be stored."""
         labels, sharded = self.task.num_labels, accelerator.distributed_type.value == "FSDP"
-        if self.task.label_names is not None and labels == 2 and not self.task.tokens and not sharded:
+        if self.task.problem_type == "single_label_classification" and labels == 2 and not sharded:
             if head_with_bias(model) is not None:
                 return
             found = f"the head of {type(model).__name__} has no bias, which would hold it"
         elif sharded:
             found = "the model is split among the processes (FSDP)"
         else:
-            of_words, of_numbers = self.task.tokens, self.task.label_names is None
-            has = "tagged words" if of_words else "numbers" if of_numbers else f"{labels} classes"
-            found = f"task {self.task.name} has {has}; expected two classes"
+            found = f"task {self.task.name} has {_has(self.task)}; expected two classes"
         raise ConfigError(f"train.choose_threshold is true, and {found}; leave it out")
 
     def settle(
         self, model: torch.nn.Module, data: Data, accelerator: Any, stopped: Callable[[], bool]
     ) -> dict[str, Any] | None:
         """The threshold between two classes, if that is asked for."""
+        if self.cut is not None:
+            self.trunk.remove()
         if not getattr(self.config.train, "choose_threshold", False):  # not every program has it
             return {}
         (held,) = data.splits.values()
@@ -157,9 +186,11 @@ class Finetuning(Experiment[FinetuneConfig]):
             self.save(done, metrics)
         chosen = {"score_held_back": best["score"]} if done.test else {}
         first = read_log(done.folder / "log.jsonl")[0]
-        start = {}
+        start: dict[str, Any] = {}
         if first["step"] == 0:
             start["before_training"] = {"score": first["score"], "seconds": first.get("fit_seconds", 0.0)}
+        if self.stored is not None:
+            start["cut"] = {"seconds": self.stored.seconds, "stored_bytes": self.stored.stored}
         cost = {"cost": self.cost()} if self.config.output.cost and self.config.method.name == "snnk" else {}
         return {
             "score": metrics["score"],
@@ -191,6 +222,16 @@ class Finetuning(Experiment[FinetuneConfig]):
             f"{before}score {figures['score']:.4f}, {done.best['score']:.4f} on the examples held back, at step "
             f"{done.best['step']}; everything is in {done.folder}"
         )
+
+
+def _has(task: Any) -> str:
+    """What the examples of a task have, for messages."""
+    if task.tokens:
+        return "tagged words"
+    if task.label_names is None:
+        return "numbers"
+    several = task.problem_type == "multi_label_classification"
+    return f"{task.num_labels} labels, any number of them per example" if several else f"{task.num_labels} classes"
 
 
 def with_pooling(config: Any, task: Any) -> Any:

@@ -7,7 +7,9 @@ moments in fp64; classes become one-hot targets.
 A head that will be trained further should give logits. With p the fitted shares, π the shares of the classes and z₀ =
 log π, to first order around z₀ the softmax has the shares p where
 
-    z = z₀ + (p − π) / π,        since  ∂ softmax / ∂z = diag(π) − ππᵀ  and  Σ (p − π) = 0.
+    z = z₀ + (p − π) / π,        since  ∂ softmax / ∂z = diag(π) − ππᵀ  and  Σ (p − π) = 0,
+
+and of labels that exclude each other not, with z₀ = log(π / (1 − π)) each, z = z₀ + (p − π) / (π (1 − π)).
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from snnk_peft.solvers.ridge import GramAccumulator, one_hot_targets
 from snnk_peft.solvers.ridge_posterior import cross_validated
 from snnk_peft.tuner.given_model import refuse_inference_tensors, takes_model
 
+MULTI_LABEL = "multi_label_classification"
 SAMPLE = 4000  # examples that a head from `with_head` is fitted to at most
 
 
@@ -103,7 +106,9 @@ def fit_closed_form(
             plain, which keeps its pooler as it is.
         batches: dicts of model inputs with targets, read once. Integer targets (n,) are classes, as are names of
             `config.id2label` and, for several outputs, truth values and whole floats; (n, tokens) are those of words,
-            where negative ones do not count. Other floats (n,) and all of (n, k) are regressed. Targets may be a
+            where negative ones do not count. Other floats (n,) and all of (n, k) are regressed; of a model whose
+            `config.problem_type` is "multi_label_classification" the outputs are then lower by ½: above 0 where a label
+            is predicted. Targets may be a
             tensor, an array, a list or columns of a table.
         ridge: λ >= 0 of the penalty λ‖W̄‖², scikit-learn's `alpha`; the bias is not penalised. None chooses it by
             generalised cross-validation, still in one pass.
@@ -165,6 +170,14 @@ def fit_closed_form(
         shares = (counted * moments.count + 1) / (moments.count + head.out_features)  # none is 0
         weight, prior = weight / shares[:, None], shares.log()
         bias = prior - prior.mean() + (bias - counted) / shares
+    elif getattr(getattr(model, "config", None), "problem_type", None) == MULTI_LABEL:
+        if as_logits:
+            counted = moments.target_mean
+            shares = (counted * moments.count + 1) / (moments.count + 2)
+            slope = shares * (1 - shares)
+            weight, bias = weight / slope[:, None], shares.logit() + (bias - counted) / slope
+        else:
+            bias = bias - 0.5
     with all_or_nothing(whole, [*whole.parameters(), *whole.buffers()]), torch.no_grad():
         head.weight.copy_(weight)
         head.bias.copy_(bias)

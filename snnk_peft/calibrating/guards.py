@@ -123,7 +123,7 @@ def refuse_not_finite(model: nn.Module, replaced: bool = True) -> None:
     faults = [
         f"{path} holds {_what(value)} in {int((~value.isfinite()).sum())} of {value.numel():,} numbers"
         for path, value in _in_use(model, "", replaced)
-        if value.is_floating_point() and value.device.type != "meta" and not bool(value.detach().isfinite().all())
+        if value.is_floating_point() and value.device.type != "meta" and not _all_finite(value)
     ]
     if faults:
         more = f"; and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
@@ -131,6 +131,13 @@ def refuse_not_finite(model: nn.Module, replaced: bool = True) -> None:
             f"{'; '.join(faults[:SHOWN])}{more}; expected finite numbers. A training that diverged, an overflow in "
             "fp16 or a head that was never initialised leave such weights: load or train it again"
         )
+
+
+def _all_finite(value: torch.Tensor) -> bool:
+    try:
+        return bool(value.detach().isfinite().all())
+    except NotImplementedError:  # of torchao: numbers of a few bits, which are finite
+        return True
 
 
 def refuse_overflow(model: nn.Module, inputs: Mapping[str, Any], what: str) -> None:

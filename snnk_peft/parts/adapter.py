@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -33,6 +34,8 @@ from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, resolve
 @dataclass
 class AdapterPart(FeaturePart):
     """Non-linear adapters y = x + scaling · v ⊙ (Φ(x) Aᵀ) (SNNK paper, Eq. 22, App. D)."""
+
+    calls_only: ClassVar[bool] = True
 
     placement: str = option(
         "houlsby",
@@ -116,10 +119,10 @@ class AdapterPart(FeaturePart):
             if self.placement == "query_value":
                 patches += _query_value(context, self, layers[index], f"layer.{index}.adapter")
                 continue
-            ffn_out = context.linear(f"{layers[index]}.{family.ffn_out}", "the FFN contraction")
+            ffn_out = context.linear(f"{layers[index]}.{family.ffn_out}", "the FFN contraction", called=True)
             site = f"layer.{index}.adapter"
             if parallel:
-                ffn_in = context.linear(f"{layers[index]}.{family.ffn_in}", "the FFN expansion")
+                ffn_in = context.linear(f"{layers[index]}.{family.ffn_in}", "the FFN expansion", called=True)
                 patches += _parallel(context, self, layers[index], ffn_in, site)
                 continue
             places = {"ffn": family.ffn_adapter}
@@ -174,7 +177,7 @@ def _query_value(context: PatchContext, part: AdapterPart, layer: str, site: str
                 "'parallel', or describe the architecture with ModelFamily(query=..., value=...) and register_family"
             )
         path = f"{layer}.{relative}"
-        linear = context.linear(path, f"the {name} projection")
+        linear = context.linear(path, f"the {name} projection", called=True)
         patches.append(Patch(path, partial(_beside, context, part, linear, f"{site}.{name}")))
     return patches
 

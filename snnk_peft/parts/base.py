@@ -37,11 +37,14 @@ class Part(NamedOptions):
         holds_head: whether it replaces what is inside the task head, which can then not be saved in full.
         size_fields: options that tell its size, the first that is not None; none: all options do.
         disables_exactly: whether `disable_adapter` gives the original's output back bit by bit.
+        calls_only: whether it calls the Linears of the model and reads no weight of theirs, so that these may be
+            quantized.
     """
 
     holds_head: ClassVar[bool] = False
     size_fields: ClassVar[tuple[str, ...]] = ()
     disables_exactly: ClassVar[bool] = True
+    calls_only: ClassVar[bool] = False
 
     def faults(self, part: str) -> list[str]:
         """Everything that is wrong with this part, each message starting with the field's path."""
@@ -212,11 +215,11 @@ class PatchContext:
             )
         return matching
 
-    def linear(self, path: str, what: str) -> nn.Linear:
-        """Return the nn.Linear at `path`; UnsupportedError if it is none."""
+    def linear(self, path: str, what: str, called: bool = False) -> nn.Linear:
+        """Return the nn.Linear at `path`; UnsupportedError if it is none, or quantized and not just `called`."""
         module = module_at(self.model, path, what)
         whole = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_floating_point()]
-        if whole:
+        if whole and not called:
             raise UnsupportedError(
                 f"{what}: the {type(module).__name__} at {path!r} holds {str(whole[0].dtype).removeprefix('torch.')} "
                 "numbers, so the model is quantized; expected an nn.Linear in floating point. Load it without "

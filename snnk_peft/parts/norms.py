@@ -3,23 +3,24 @@
     y = g ⊙ (x − mean) / std + b        g and b are trained; nothing is added
 
 By themselves (Zhao et al. 2023, "Tuning LayerNorm in Attention") or beside an adapter. The backward pass goes down to
-the lowest of them: those of the embeddings cost it the queries, keys and values of the first layer; `targets` can leave
-them out.
+the lowest of them: those of the embeddings cost it the queries, keys and values of the first layer; `targets` or
+`layers` can leave them out.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 from torch import nn
 
-from snnk_peft.errors import UnsupportedError
+from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import plain_modules
 from snnk_peft.layers.slots import Retrained
 from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
-from snnk_peft.parts.base import Part, Patch, PatchContext, matches
+from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, matches, resolve_layers
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -38,10 +39,28 @@ class NormsPart(Part):
     A bundle has the trained values in the layers that the model has anyway.
     """
 
+    calls_only: ClassVar[bool] = True
+
     targets: str = option("*", 'which of them, as a pattern of paths, "*" for anything: "*.layer.*" leaves embeddings.')
+    layers: str | list[int] = option(
+        "all",
+        'those of which Transformer layers: "top-K" (the last K), "bottom-K", or a list of indices from 0; "all" has '
+        "also those outside of layers.",
+        checked=False,
+    )
+
+    def faults(self, part: str) -> list[str]:
+        return super().faults(part) + layers_faults(f"{part}.layers", self.layers)
 
     def plan(self, context: PatchContext) -> list[Patch]:
         whole = {path: module for path, module in plain_modules(context.model) if is_norm(module)}
+        if self.layers != "all":
+            paths = context.family.layer_paths(context.model)
+            chosen, faults = resolve_layers(f"{context.where}.layers", self.layers, len(paths))
+            if faults:
+                raise ConfigError(faults)
+            inside = tuple(f"{paths[index]}." for index in chosen)
+            whole = {path: norm for path, norm in whole.items() if path.startswith(inside)}
         norms = {path: norm for path, norm in whole.items() if matches(path, self.targets)}
         if not norms:
             raise UnsupportedError(

@@ -60,6 +60,16 @@ def tags(column: str, value: Any) -> list[Any]:
     return list(cells)
 
 
+def several(column: str, value: Any) -> list[Any]:
+    """The labels of an example, perhaps none, not yet read; of a text, those between its commas."""
+    if missing(value):
+        return []
+    cells = value.split(",") if isinstance(value, str) else value
+    if not isinstance(cells, (list, tuple)):
+        raise ConfigError(f"{column} is {_shown(value)}; expected a list of labels")
+    return list(cells)
+
+
 def class_name(column: str, value: Any) -> str:
     """The name of a class, which may be given as a number or a truth value."""
     if missing(value):

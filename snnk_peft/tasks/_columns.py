@@ -17,7 +17,8 @@ from snnk_peft.tasks._rows import Rows, read_split, read_table
 from snnk_peft.tasks.metrics import is_iob
 
 CLASSES, NUMBERS, TOKENS = "classification", "regression", "token_classification"
-KINDS = (CLASSES, NUMBERS, TOKENS)
+LABELS = "multi_label_classification"
+KINDS = (CLASSES, NUMBERS, TOKENS, LABELS)
 _NOTHING = {"NA", "N/A", "NaN", "nan", "null", "NULL", "None", "<NA>", "#N/A"}
 _MANY = 20  # whole numbers with more values than this are perhaps no classes
 
@@ -35,11 +36,12 @@ class TableSettings:
         eval_split: which split of it is evaluated; `train_split` holds back a part of the training rows.
         text: column of the text, or of the list of words. In CSV and TSV files words stand between spaces.
         text_pair: column of the second text of a pair, or None.
-        label: column of the class, the number, or the list of tags.
+        label: column of the class, the number, the list of tags, or the list of labels (any number of them; in CSV and
+            TSV files between commas).
         kind: one of `KINDS`; None infers it from the training rows.
         labels: class names in the order of their ids; None takes those of the training rows, sorted.
-        metric: selects the best checkpoint; None takes accuracy, pearson, or entity_f1 (macro_f1 if the tags are not
-            IOB2).
+        metric: selects the best checkpoint; None takes accuracy, pearson, micro_f1 of several labels, or of tags
+            entity_f1 (macro_f1 if they are not IOB2).
         hold_out: share of the training rows that is held back where no evaluation rows are given, of every class alike.
         split_seed: decides which ones.
         max_unreadable: so many faulty rows of a file are left out with a warning; more are an error.
@@ -129,7 +131,7 @@ def of_model(known: TableSettings, model: Mapping[str, Any]) -> TableSettings:
     if any("ForTokenClassification" in name for name in model.get("architectures") or ()):
         kind = TOKENS
     else:
-        kind = NUMBERS if model.get("problem_type") == NUMBERS else CLASSES
+        kind = model["problem_type"] if model.get("problem_type") in (NUMBERS, LABELS) else CLASSES
     # What transformers does not write into config.json are two classes without names.
     names = model.get("id2label") or dict(enumerate(unnamed(2)))
     labels = [names[key] for key in sorted(names, key=int)] if kind != NUMBERS and len(names) > 1 else None
@@ -147,7 +149,7 @@ def completed(known: TableSettings, rows: Rows, notes: list[str]) -> TableSettin
     if kind == NUMBERS or known.labels is not None:
         return replace(known, kind=kind)
     if (names := rows.class_names.get(known.label)) is None:
-        seen = {name for value in values for name in _names(known.label, value, kind == TOKENS)}
+        seen = {name for value in values for name in _names(known.label, value, str(kind))}
         whole = all(cell.is_whole(name) for name in seen)
         if whole:
             seen = {cell.whole_name(name) for name in seen}
@@ -184,10 +186,11 @@ def completed(known: TableSettings, rows: Rows, notes: list[str]) -> TableSettin
     return replace(known, kind=kind, labels=names)
 
 
-def _names(column: str, value: Any, tokens: bool) -> Iterator[str]:
+def _names(column: str, value: Any, kind: str) -> Iterator[str]:
     """The names of the classes in a cell; none for what is faulty, which is reported when the rows are loaded."""
+    lists = {TOKENS: cell.tags, LABELS: cell.several}
     with suppress(ConfigError):
-        for tag in cell.tags(column, value) if tokens else [value]:
+        for tag in lists[kind](column, value) if kind in lists else [value]:
             with suppress(ConfigError):
                 yield cell.class_name(column, tag)
 
@@ -195,8 +198,14 @@ def _names(column: str, value: Any, tokens: bool) -> Iterator[str]:
 def _kind(known: TableSettings, rows: Rows) -> tuple[str, str]:
     """The kind that the values speak for, and why."""
     texts, values = rows.columns[known.text], [value for value in rows.columns[known.label] if not cell.missing(value)]
-    if any(isinstance(value, (list, tuple)) for value in [*texts, *values]):
+    if any(isinstance(value, (list, tuple)) for value in texts):
         return TOKENS, f"{known.text} and {known.label} hold lists"
+    if any(isinstance(value, (list, tuple)) for value in values):
+        pairs = list(zip(texts, rows.columns[known.label], strict=True))
+        fitting = [isinstance(tags, (list, tuple)) and len(str(text).split()) == len(tags) for text, tags in pairs]
+        if 2 * sum(fitting) >= len(pairs):
+            return TOKENS, f"{known.label} holds lists, as long as {known.text} has words"
+        return LABELS, f"{known.label} holds lists"
     if known.label not in rows.class_names and known.labels is None:
         numbers = [value if rows.typed else cell.or_number(value) for value in values]
         if all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in numbers) and not all(
@@ -212,6 +221,8 @@ def metrics_of(kind: str, labels: Sequence[str] | None) -> list[str]:
         return ["pearson", "spearmanr"]
     if kind == TOKENS:
         return ["accuracy", "macro_f1", *(["entity_f1"] if is_iob(labels) else [])]
+    if kind == LABELS:
+        return ["micro_f1", "macro_f1", "accuracy"]
     return ["accuracy", "macro_f1", "matthews_correlation", *(["f1"] if len(labels) == 2 else [])]
 
 
@@ -236,9 +247,14 @@ def examples(known: TableSettings, rows: Rows) -> list[list[Any]]:
     def class_ids(column: str, value: Any) -> list[int]:
         return [class_id(column, tag) for tag in cell.tags(column, value)]
 
+    def indicators(column: str, value: Any) -> list[float]:
+        found = {class_id(column, name) for name in cell.several(column, value)}
+        return [float(index in found) for index in range(len(known.labels or ()))]
+
+    of_kind = {CLASSES: class_id, NUMBERS: cell.number, TOKENS: class_ids, LABELS: indicators}
     readers: list[tuple[str, Callable[[str, Any], Any]]]
     readers = [(name, cell.words if tokens else cell.text) for name in texts]
-    readers.append((label, cell.number if known.kind == NUMBERS else class_ids if tokens else class_id))
+    readers.append((label, of_kind[str(known.kind)]))
     columns: list[list[Any]] = [[] for _ in range(len(readers) + 1)]
     faults: list[tuple[int, str]] = []
     for at, line in enumerate(rows.numbers):

@@ -288,7 +288,8 @@ def _checked(rows: Rows) -> Rows:
         raise ConfigError(rows.messages([]) or f"{rows.source} holds no row; expected a header line and rows, or rows")
     written = [
         f"{rows.source}: the cells of {name!r} hold lists written as text, such as {cell.start(present[0])}; expected "
-        "real lists (.jsonl, .parquet: DataFrame.to_json(path, orient='records', lines=True)), or words between spaces"
+        "real lists (.jsonl, .parquet: DataFrame.to_json(path, orient='records', lines=True)), or words "
+        "between spaces, labels between commas"
         for name, values in rows.columns.items()
         if (present := [value for value in values if not cell.missing(value)])
         and all(map(cell.is_written_list, present))

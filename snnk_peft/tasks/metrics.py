@@ -1,6 +1,6 @@
 """Scores as plain functions and as `evaluate.Metric` classes that need no network.
 
-`evaluate.load("glue")` fetches its program from the Hub; the classes `Accuracy`, `F1`, `MacroF1`,
+`evaluate.load("glue")` fetches its program from the Hub; the classes `Accuracy`, `F1`, `MacroF1`, `MicroF1`,
 `MatthewsCorrelation`, `Pearson` and `Spearmanr` here are installed with the package, so they also work offline, alone,
 in `evaluate.combine` and as the metric of an evaluator. scikit-learn, scipy and evaluate are imported on first use.
 Shapes: predictions and references are (examples,).
@@ -46,6 +46,11 @@ def macro_f1(predictions: ArrayLike, references: ArrayLike) -> float:
     return float(require("sklearn.metrics").f1_score(references, predictions, average="macro", zero_division=0))
 
 
+def micro_f1(predictions: ArrayLike, references: ArrayLike) -> float:
+    """Harmonic mean of precision and recall of all labels together, 0 to 1; of one class per example its accuracy."""
+    return float(require("sklearn.metrics").f1_score(references, predictions, average="micro", zero_division=0))
+
+
 def matthews_correlation(predictions: ArrayLike, references: ArrayLike) -> float:
     """Correlation of two labelings, -1 to 1; 0 when one of them is constant."""
     return float(require("sklearn.metrics").matthews_corrcoef(references, predictions))
@@ -70,7 +75,8 @@ def _correlation(function: str, predictions: ArrayLike, references: ArrayLike) -
 
 
 METRICS: dict[str, Callable[[ArrayLike, ArrayLike], float]] = {
-    function.__name__: function for function in (accuracy, f1, macro_f1, matthews_correlation, pearson, spearmanr)
+    function.__name__: function
+    for function in (accuracy, f1, macro_f1, micro_f1, matthews_correlation, pearson, spearmanr)
 }
 """Score functions by the key under which they are reported."""
 
@@ -109,6 +115,7 @@ _CLASSES = {
     "Accuracy": "accuracy",
     "F1": "f1",
     "MacroF1": "macro_f1",
+    "MicroF1": "micro_f1",
     "MatthewsCorrelation": "matthews_correlation",
     "Pearson": "pearson",
     "Spearmanr": "spearmanr",

@@ -1,7 +1,8 @@
 """Own data: a table of texts with labels as a task, its columns named by settings.
 
-One row is one example: a text (or a pair) with a class or a number, or a list of words with a list of tags. What the
-settings leave open is read from the training rows: the kind and the labels. Every faulty row is reported with its line.
+One row is one example: a text (or a pair) with a class, a number or any number of labels, or a list of words with a
+list of tags. What the settings leave open is read from the training rows: the kind and the labels. Every faulty row is
+reported with its line.
 
 Example:
     >>> import tempfile, pathlib
@@ -27,11 +28,11 @@ import numpy as np
 from snnk_peft.errors import ConfigError
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks import TASKS, TextTask
-from snnk_peft.tasks._columns import NUMBERS, TOKENS, TableSettings, completed, examples, metrics_of, of_model
+from snnk_peft.tasks._columns import LABELS, NUMBERS, TOKENS, TableSettings, completed, examples, metrics_of, of_model
 from snnk_peft.tasks._files import require
 from snnk_peft.tasks._rows import Rows
 from snnk_peft.tasks.base import IGNORED, Request, held_back, to_numpy
-from snnk_peft.tasks.metrics import entity_f1
+from snnk_peft.tasks.metrics import METRICS, entity_f1
 
 if TYPE_CHECKING:
     import datasets
@@ -46,6 +47,7 @@ class Table(TextTask):
         label_names: class names in the order of their ids; None for regression.
         metrics: what is computed. Classification: accuracy, macro_f1 (the mean of the F1 of every class),
             matthews_correlation and, of two classes, f1 (of the second). Regression: pearson, spearmanr.
+            Several labels: micro_f1, macro_f1, accuracy (of whole sets).
             Tokens, over all words together: accuracy, macro_f1 and, if the tags are IOB2, entity_f1 (over entities:
             type, first and last word must agree).
         primary: None; `settings.metric` is the score.
@@ -121,11 +123,16 @@ class Table(TextTask):
     @property
     def problem_type(self) -> str | None:
         """As in a transformers model config; None for tokens, where there is one kind of problem only."""
-        return None if self.tokens else super().problem_type
+        return None if self.tokens else LABELS if self.several else super().problem_type
 
     @property
     def tokens(self) -> bool:
         return self.settings.kind == TOKENS
+
+    @property
+    def several(self) -> bool:
+        """Whether an example has any number of labels: then the label is a row of zeros and ones."""
+        return self.settings.kind == LABELS
 
     @property
     def text_columns(self) -> tuple[str, ...]:
@@ -157,9 +164,18 @@ class Table(TextTask):
 
         Args:
             predictions: as there; of tokens the logits (examples, length, num_labels).
-            references: as there; of tokens the labels (examples, length), `IGNORED` where no word begins.
+            references: as there; of tokens the labels (examples, length), `IGNORED` where no word begins; of several
+                labels (examples, num_labels) of zeros and ones, for logits that are above 0 where a label is predicted.
         """
-        if not self.tokens:
+        if self.several:
+            logits, true = to_numpy(predictions), to_numpy(references)
+            if logits.shape != true.shape or true.shape[1:] != (self.num_labels,) or np.isnan(logits).any():
+                raise ConfigError(
+                    f"predictions {logits.shape}, references {true.shape}; expected logits and labels, both (examples, "
+                    f"{self.num_labels}), without NaN"
+                )
+            result = {name: METRICS[name](logits > 0, true > 0) for name in self.metrics} | {"score": 0.0}
+        elif not self.tokens:
             result = super().compute(predictions, references)
         else:
             logits, true = to_numpy(predictions), to_numpy(references).astype(int)
@@ -180,6 +196,13 @@ class Table(TextTask):
                 result["entity_f1"] = entity_f1(mine, theirs)
         del result["score"]  # the mean of all
         return {**result, "score": result[str(self.settings.metric)]}
+
+    def _features(self) -> datasets.Features:
+        features = super()._features()
+        if self.several:
+            hf = require("datasets")
+            features["label"] = hf.List(hf.Value("float32"))
+        return features
 
     def _read(self, request: Request) -> datasets.DatasetDict:
         if not self.metrics:
@@ -208,7 +231,7 @@ class Table(TextTask):
     def _divided(self, rows: datasets.Dataset) -> dict[str, datasets.Dataset]:
         """Training rows and those that are held back: of every class its share, at least one of two or more."""
         count, share = len(rows), self.settings.hold_out
-        single = self.label_names is not None and not self.tokens
+        single = self.label_names is not None and not self.tokens and not self.several
         groups = np.asarray(rows["label"][:]) if single else np.zeros(count, int)
         held = held_back(groups, share, self.settings.split_seed)
         if not held:

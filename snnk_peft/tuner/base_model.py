@@ -35,8 +35,10 @@ def base_digests(model: nn.Module, saved: Sequence[str] | None) -> dict[str, str
     """Digests of a sample of the base model, by the precision to which it was rounded before.
 
     Returns:
-        None for a model whose weights are not at hand.
+        None for a model whose weights are not at hand, or quantized.
     """
+    if getattr(root_of(model), "is_quantized", False):
+        return None
     embeddings = {id(weight) for weight in _embeddings(model)}
     chosen = {
         original_path(name).replace(".original_module.", "."): parameter

@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
-from peft import PeftConfig, PeftModel, mapping
+from peft import PeftConfig, PeftModel, PeftType, mapping
 from peft.auto import _BaseAutoPeftModel
 from transformers import PretrainedConfig
 from transformers.integrations.peft import PeftAdapterMixin
@@ -241,12 +241,39 @@ def _watch_auto(original: Callable[..., Any]) -> Callable[..., Any]:
     return from_pretrained
 
 
+def _check_parts(door: Door, adapter_name: str, config: SNNKConfig) -> None:
+    """ConfigError if what goes into an adapter that is there was saved with other options, which no tensor tells."""
+    if door.source is None:
+        return
+    new = PeftConfig.from_pretrained(door.source, **door.options)
+    if not isinstance(new, SNNKConfig):
+        raise ConfigError(
+            f"{door.source} is an adapter of {PeftType(new.peft_type).value}; adapter {adapter_name!r} is one of SNNK"
+        )
+    here, there = ({name: asdict(part) for name, part in each.named_parts().items()} for each in (config, new))
+    faults = [
+        f"{name}.{key} is {there.get(name, {}).get(key)!r} there and {here.get(name, {}).get(key)!r} here"
+        for name in sorted({*here, *there})
+        for key in sorted({*here.get(name, {}), *there.get(name, {})})
+        if here.get(name, {}).get(key) != there.get(name, {}).get(key)
+    ]
+    if faults:
+        raise ConfigError(
+            [
+                f"{door.source} has other parts than adapter {adapter_name!r} of this model; give it a name of its "
+                "own: model.load_adapter(folder, 'other'), and model.set_adapter('other')",
+                *faults,
+            ]
+        )
+
+
 def _watch_peft(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_adapter(self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         with _through(model_id, kwargs, None) as door:
             config = self.peft_config.get(adapter_name)
             if isinstance(config, SNNKConfig) and not door.seen:  # new weights for modules that are there
+                _check_parts(door, adapter_name, config)
                 check_loaded(config, self.get_base_model(), adapter_name, door.incoming())
             return original(self, model_id, adapter_name, *args, **kwargs)
 

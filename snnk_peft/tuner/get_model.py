@@ -38,7 +38,8 @@ def get_snnk_model(
     Raises:
         ConfigError: sizes or layers that do not fit the model; lists all of them.
         UnsupportedError: the model has no such part, is of an unknown family, is wrapped for data parallelism, holds
-            adapters already, is a bundle, is quantized, compiled, or was loaded inside torch.inference_mode.
+            adapters already, is a bundle, is quantized (adapters and norms go onto such a model all the same),
+            compiled, or was loaded inside torch.inference_mode.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -64,7 +65,7 @@ def get_snnk_model(
             stacklevel=3,
         )
         model = plain_model(model)
-    refuse_prepared(model)
+    refuse_prepared(model, config.named_parts().values())
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedError(
             f"this {type(model).__name__} was loaded with an adapter in it ({', '.join(model.peft_config)}), beside "  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from snnk_peft.arguments import in_words, refuse_arguments
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families.base import held_model
+from snnk_peft.parts import Part
 from snnk_peft.tuner.slot_layer import SlotLayer, root_of
 
 COPIES = (nn.parallel.DistributedDataParallel, nn.DataParallel)
@@ -191,8 +192,11 @@ def as_usual(model: Any) -> contextlib.ExitStack:
     return stack
 
 
-def refuse_prepared(model: nn.Module) -> None:
-    """UnsupportedError for a model that is not a plain one: wrapped by PEFT or in copies, a bundle, or quantized."""
+def refuse_prepared(model: nn.Module, parts: Iterable[Part] = ()) -> None:
+    """UnsupportedError for a model that is not a plain one: wrapped by PEFT or in copies, a bundle, or quantized.
+
+    The last only where it is to have other `parts` than those that call its Linears, or none.
+    """
     if isinstance(model, COPIES):
         raise UnsupportedError(
             f"the model is wrapped in {type(model).__name__}; patch the bare model first, "
@@ -224,10 +228,12 @@ def refuse_prepared(model: nn.Module) -> None:
             "any more: put the new parts on the original model, beside the first ones, and bundle that. (LoRA and "
             "other PEFT methods do go onto the Linears of a bundle)"
         )
-    if getattr(model, "is_quantized", False):
+    wanted = list(parts)
+    if getattr(model, "is_quantized", False) and not (wanted and all(part.calls_only for part in wanted)):
         raise UnsupportedError(
             f"{type(model).__name__} is quantized; expected weights in floating point, from which SNNK parts take "
-            "sizes, statistics and rows. Load it without quantization_config, patch it, and quantize its bundle"
+            "sizes, statistics and rows. Load it without quantization_config, patch it, and quantize its bundle. "
+            "(AdapterPart and NormsPart do go onto a quantized model)"
         )
 
 

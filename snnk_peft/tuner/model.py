@@ -92,6 +92,20 @@ def _clash(path: str, several: list[tuple[str, Part, Patch]]) -> str | None:
     return None
 
 
+def quantized_faults(model: nn.Module, saved: list[str]) -> list[str]:
+    """Messages about modules that are trained in full, such as the task head, and whose weights are quantized."""
+    by_transformers = getattr(model, "is_quantized", False)
+    return [
+        f"{name} is trained in full and holds quantized weights ({type(value.data).__name__}, {value.dtype}); expected "
+        f"floating point. Load the model with a quantization_config that leaves {name!r} out (modules_to_not_convert, "
+        "of bitsandbytes llm_int8_skip_modules), or give modules_to_save=[]"
+        for name, module in model.named_modules()
+        if any(name == end or name.endswith(f".{end}") for end in saved)
+        for value in list(module.parameters())[:1]
+        if not value.is_floating_point() or (by_transformers and type(value.data) is not torch.Tensor)
+    ]
+
+
 def build_slots(patches: list[Patch]) -> dict[str, list[Slot]]:
     """The modules that the patches ask for, by path; the innermost first."""
     slots: dict[str, list[Slot]] = {}
@@ -128,7 +142,7 @@ class SNNKModel(BaseTuner):
         return peft_config  # the targets follow from the parts: see _prepare_model
 
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
-        refuse_prepared(model)
+        refuse_prepared(model, peft_config.named_parts().values())
         for part in peft_config.named_parts().values() if hasattr(model, "config") else ():
             part.check_model(model)  # says more about an architecture than that its modules are elsewhere
         family = known_family(model)
@@ -148,7 +162,7 @@ class SNNKModel(BaseTuner):
         saved = [name for name in saved or () if name not in copied] or None
         others = cast(dict[str, SNNKConfig], {k: v for k, v in self.peft_config.items() if k != self._adding})
         held = {*(saved or ()), *(target for one in others.values() for target in one.modules_to_save or ())}
-        faults = name_faults(self._adding, held)
+        faults = name_faults(self._adding, held) + quantized_faults(model, [*(saved or ()), *copied])
         faults += [fault for one in others for fault in name_faults(one, saved or ())]
         if faults := faults + clashes(model, places | set(copied), saved):
             raise ConfigError(faults)

@@ -574,6 +574,28 @@ def test_logits_have_the_fitted_shares_to_first_order():
     torch.testing.assert_close(found.mean(0), prior, rtol=0, atol=0.01)
 
 
+def test_labels_that_do_not_exclude_each_other_have_logits():
+    """To first order as many as were fitted; without `as_logits` above 0 where the ridge regression is above 1/2."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 100, (12, 40, 6), generator=generator)
+    labels = (torch.rand(12, 40, 3, generator=generator) < torch.tensor([0.6, 0.3, 0.1])).float()
+    labels[..., 0] = torch.where(ids[..., 0] > 60, 1.0, labels[..., 0])
+    batches = [{"input_ids": x, "labels": y} for x, y in zip(ids, labels, strict=True)]
+    several = {"num_labels": 3, "problem_type": "multi_label_classification"}
+    numbers, plain, logits = (tiny("bert", **how) for how in ({"num_labels": 3}, several, several))
+    fit_closed_form(numbers, batches, ridge=30.0)
+    fit_closed_form(plain, batches, ridge=30.0)
+    fit_closed_form(logits, batches, ridge=30.0, as_logits=True)
+    with torch.no_grad():
+        wanted, lower, found = (m(input_ids=ids.flatten(0, 1)).logits for m in (numbers, plain, logits))
+    torch.testing.assert_close(lower, wanted - 0.5)
+    prior = labels.mean((0, 1))
+    signal = (wanted - prior).abs().amax(0)
+    assert signal.max() > 0.02
+    assert ((found.sigmoid() - wanted).abs().amax(0) < 0.25 * signal + 0.01).all()
+    torch.testing.assert_close(found.sigmoid().mean(0), prior, rtol=0, atol=0.01)
+
+
 def test_logits_of_numbers_are_the_numbers():
     batches = list(regression_batches(tiny("bert", num_labels=1)))
     plain, again = tiny("bert", num_labels=1), tiny("bert", num_labels=1)

@@ -522,8 +522,8 @@ class Int8Linear(nn.Linear):
 
 @pytest.mark.parametrize(
     "config",
-    [ADAPTER, FFN, SNNKConfig(pooler=PoolerPart()), SNNKConfig(adapter=AdapterPart(placement="query_value"))],
-    ids=["houlsby", "ffn", "pooler", "query_value"],
+    [FFN, SNNKConfig(pooler=PoolerPart())],
+    ids=["ffn", "pooler"],
 )
 def test_a_quantized_base(config):
     model = tiny("bert")

@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 from transformers.modeling_utils import LoadStateDictConfig
 
-from snnk_peft import AdapterPart, FFNPart, SNNKConfig, bundle, get_snnk_model
+from snnk_peft import AdapterPart, FFNPart, NormsPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.digests import content_faults, open_tensors
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.stamps import stamp_tensors
 from tests.mutate_folders import Folders, _by_code_file, logits, run
 from tests.tensor_sizes import LargestTensor
+from tests.tiny_models import inputs_for, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 WEIGHTS = "adapter_model.safetensors"
@@ -507,3 +509,52 @@ def test_a_sample_of_mutants(tmp_path):
     assert not bad
     assert sum(outcomes.values()) == 60
     assert outcomes["refused"] > 20
+
+
+def test_an_adapter_takes_the_weights_of_another_one_in_place(tmp_path: Path) -> None:
+    """As PEFT's hotswap_adapter does for LoRA: nothing is patched or compiled anew; other options are refused."""
+    base, inputs = tiny("bert"), inputs_for(tiny("bert"))
+    rows = AdapterPart(num_features=4, placement="query_value")
+
+    def answers(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(**inputs).logits
+        return found
+
+    wanted = []
+    for number in range(2):
+        model = get_snnk_model(copy.deepcopy(base), SNNKConfig(adapter=rows, parts=[NormsPart()], seed=number))
+        torch.manual_seed(number)
+        with torch.no_grad():
+            for value in model.parameters():
+                if value.requires_grad:
+                    value.add_(torch.randn_like(value) / 10)
+        wanted.append(answers(model.eval()))
+        model.save_pretrained(tmp_path / str(number))
+    graphs: list[Any] = []
+
+    def counting(graph: Any, example: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "0").eval()
+    places = {name: value.data_ptr() for name, value in model.named_parameters()}
+    compiled = torch.compile(model, backend=counting)
+    assert torch.equal(answers(compiled), wanted[0])
+    seen = len(graphs)
+    assert seen
+    for number in (1, 0, 1):
+        model.load_adapter(tmp_path / str(number), "default")
+        assert torch.equal(answers(compiled), wanted[number])
+    assert len(graphs) == seen
+    assert {name: value.data_ptr() for name, value in model.named_parameters()} == places
+
+    other = get_snnk_model(tiny("bert"), SNNKConfig(adapter=replace(rows, scaling=2.0), parts=[NormsPart()]))
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"a name of its own(?s:.*)adapter.scaling is 2.0 there and None"):
+        model.load_adapter(tmp_path / "other", "default")
+    lora = peft.get_peft_model(tiny("bert"), peft.LoraConfig(task_type="SEQ_CLS", target_modules=["query"]))
+    lora.save_pretrained(tmp_path / "lora")
+    with pytest.raises(ConfigError, match="lora is an adapter of LORA"):
+        model.load_adapter(tmp_path / "lora", "default")
+    assert torch.equal(answers(model), wanted[1])

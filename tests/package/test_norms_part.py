@@ -109,6 +109,12 @@ def test_a_pattern_and_one_without_match() -> None:
         "bert.encoder.layer.1.attention.output.LayerNorm",
         "bert.encoder.layer.1.output.LayerNorm",
     }
+    top = get_snnk_model(tiny("bert"), SNNKConfig(parts=[NormsPart(layers="top-1")], modules_to_save=[]))
+    assert top.peft_config["default"].target_modules == patched.peft_config["default"].target_modules
+    with pytest.raises(ConfigError, match=r"layers has \[2\]; the model has 2 layers"):
+        get_snnk_model(tiny("bert"), SNNKConfig(parts=[NormsPart(layers=[2])]))
+    with pytest.raises(ConfigError, match=r"layers is 'top'; expected"):
+        SNNKConfig(parts=[NormsPart(layers="top")])
     with pytest.raises(UnsupportedError, match=r"'\*\.layer\.9\.\*'; expected a pattern for some of 'bert"):
         get_snnk_model(tiny("bert"), SNNKConfig(parts=[NormsPart(targets="*.layer.9.*")]))
     with pytest.raises(UnsupportedError, match="none at all"):

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import bundle
@@ -25,6 +26,7 @@ from glue_files import write_task
 from lib.finetuning import Finetuning
 from recipe_world import RECIPES, program_file, same_tensors, write_settings, write_world
 from safetensors.torch import load_file
+from sklearn.utils.class_weight import compute_class_weight
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -35,14 +37,22 @@ from transformers import (
 from snnk_cli import checkpoint as checkpoints
 from snnk_cli import training
 from snnk_cli.config import describe, load_config
-from snnk_cli.data import Examples, epoch_plan, share, steps_per_epoch
+from snnk_cli.data import (
+    Examples,
+    ExampleSet,
+    WeightedExamples,
+    balanced_weights,
+    epoch_plan,
+    share,
+    steps_per_epoch,
+)
 from snnk_cli.evaluation import DivergedError, held_back_rows, matched_threshold
 from snnk_cli.experiment import RATE, learning_rate, make_optimizer
 from snnk_cli.modality import check_length, positions
 from snnk_cli.models import dropout_settings, load_pretrained, resolve_model
 from snnk_cli.settings import FinetuneConfig, FinetuneTrain, TrainSection
 from snnk_cli.task_settings import RECIPE_OF
-from snnk_cli.training import FiniteWatch, train_step
+from snnk_cli.training import FiniteWatch, mean_loss, train_step
 from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_image import Images
@@ -509,6 +519,35 @@ def test_a_loss_that_is_not_finite_stops_the_run(
     checkpoints.verify(newest(tmp_path / "run"))
     assert all(value.isfinite().all() for value in load_file(newest(tmp_path / "run") / "model.safetensors").values())
     assert not (tmp_path / "run/metrics.json").exists()
+
+
+def test_weights_of_classes_are_those_of_the_cross_entropy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.tensor([0] * 9 + [1] * 2 + [2])
+    weights = balanced_weights(labels, 3)
+    expected = compute_class_weight("balanced", classes=np.arange(3), y=labels.numpy())
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
+    logits = torch.randn(12, 3, generator=generator)
+
+    class Plain(ExampleSet):
+        lengths, labels = [1] * 12, torch.empty(0)
+
+        def batch(self, indices, device="cpu"):
+            return {"labels": labels[list(indices)]}
+
+        def fingerprint(self):
+            return ""
+
+    class Model(torch.nn.Module):
+        def forward(self, **inputs):
+            assert not inputs
+            return SimpleNamespace(logits=logits)
+
+    examples = WeightedExamples(Plain(), weights)
+    (inputs,) = examples.batches([range(12)], epoch=0)
+    each = torch.nn.functional.cross_entropy(logits, labels, weights, reduction="none")
+    torch.testing.assert_close(mean_loss(Model(), inputs), each.mean())
+    assert examples.batch(range(12)).keys() == {"labels"}  # scored as they are
 
 
 def test_an_infinite_gradient_is_noticed_before_it_is_saved() -> None:

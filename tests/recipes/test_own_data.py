@@ -152,6 +152,59 @@ def mean_f1(predicted: list[str], true: list[str]) -> float:
     return sum(scores) / len(scores)
 
 
+@pytest.mark.parametrize("head", ["own", "wide"])
+def test_texts_with_any_number_of_labels(here: Path, head: str) -> None:
+    rng = random.Random(0)
+    rows = []
+    for _ in range(120):
+        chosen = sorted(rng.sample(sorted(CUES), rng.randrange(4)))
+        words = " ".join(rng.choice(CUES[name]) for name in chosen)
+        rows.append((f"the film was {words}", ", ".join(chosen)))
+    write_csv(here / "x.csv", ["text", "label"], rows)
+    write_csv(here / "y.csv", ["text", "label"], rows[:25])
+    files = ["data.train_file=x.csv", "data.eval_file=y.csv", "data.kind=multi_label_classification"]
+    assert train(*files, f"method.head={head}", "train.learning_rate=0.01", "train.dropout=0", epochs=6) == 0
+    report = read("runs/x/metrics.json")
+    assert report["score"] == report["metrics"]["micro_f1"] > 0.8
+
+    # The saved bundle, by an oracle: one text at a time, a label where its logit is above 0.
+    bundled = AutoModelForSequenceClassification.from_pretrained("runs/x/bundle")
+    assert bundled.config.problem_type == "multi_label_classification"
+    _, logits = classes("runs/x/bundle", [(text,) for text, _ in rows[:25]])
+    names = list(bundled.config.id2label.values())
+    true = np.array([[name in label.split(", ") for name in names] for _, label in rows[:25]])
+    hits, wrong = ((logits > 0) & true).sum(), ((logits > 0) != true).sum()
+    assert report["metrics"]["micro_f1"] == pytest.approx(2 * hits / (2 * hits + wrong))
+    for folder in ("runs/x", "runs/x/bundle", "runs/x/adapter"):
+        extra = [] if folder == "runs/x" else ["--task", "table", "data.eval_file=y.csv"]
+        if folder.endswith("adapter"):
+            extra += ["data.labels=[bad,good,mixed]", "data.kind=multi_label_classification"]
+        assert score.main([folder, *extra]) == 0
+        name = "evaluation" if folder == "runs/x" else "metrics"
+        assert read(f"{folder}/{name}.json")["metrics"] == pytest.approx(report["metrics"]), folder
+
+
+@pytest.mark.filterwarnings("ignore:.*occur with more than one label:snnk_peft.errors.NumericalWarning")
+def test_rare_classes_may_count_more(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The cue of the rare class also stands in texts of the other, so that only its weight makes it the answer."""
+    rows = [("the film was wonderful", "good")] * 5 + [("the film was wonderful", "bad")] * 15
+    rows += [("the film was terrible", "bad")] * 20
+    write_csv(here / "x.csv", ["text", "label"], rows)
+    files = ["data.train_file=x.csv", "data.eval_file=x.csv", "train.learning_rate=0.01", "train.dropout=0"]
+    found = {}
+    for weights in ("none", "balanced"):
+        out = f"output.dir=runs/{weights}"
+        assert (
+            train(*files, "data.metric=macro_f1", f"train.class_weights={weights}", out, method="full", epochs=8) == 0
+        )
+        found[weights] = classes(f"runs/{weights}/model", [("the film was wonderful",), ("the film was terrible",)])[0]
+    assert found == {"none": ["bad", "bad"], "balanced": ["good", "bad"]}
+    capsys.readouterr()
+    write_csv(here / "n.csv", ["text", "label"], [("a film", 1.5), ("the film", 2.5), ("film", 3.5)] * 4)
+    assert train("data.train_file=n.csv", "train.class_weights=balanced", "output.dir=runs/n") == 2
+    assert "task table has numbers; expected a class per example" in capsys.readouterr().err
+
+
 def test_a_regression(here: Path) -> None:
     rng = random.Random(0)
     rows = [(f"the film was {'very ' * n}common", n / 2 + rng.random() / 10) for n in list(range(5)) * 8]

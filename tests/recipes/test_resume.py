@@ -168,12 +168,17 @@ def test_resume_is_exact_in_the_middle_of_an_epoch(here: Path, capsys: pytest.Ca
             "method.adapter={component: gelu, projection: free, num_features: 4}",
             *("method.head=wide", "method.fit_head=true", "method.head_samples=40", "train.head_learning_rate=0.0001"),
         ),
+        # What runs once is run again by the continuation.
+        (
+            "method.adapter={component: gelu, projection: free, num_features: 4}",
+            *("method.head=wide", "method.fit_head=true", "method.cut=1", "train.dropout=0"),
+        ),
         (
             "method.adapter=null",
             "method.parts=[{part: ffn, num_features: 8, layers: [0]}, {part: adapter, num_features: 4}]",
         ),
     ],
-    ids=["adapter", "bf16", "calibrated", "informed", "wide head", "parts"],
+    ids=["adapter", "bf16", "calibrated", "informed", "wide head", "cut", "parts"],
 )
 def test_resume_of_snnk_parts_is_exact(here: Path, capsys: pytest.CaptureFixture[str], parts: tuple[str, ...]) -> None:
     assert finetune.main(["run.yaml", "method.name=snnk", *parts, "output.dir=straight"]) == 0

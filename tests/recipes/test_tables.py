@@ -353,6 +353,49 @@ def json_name(label: Any) -> str:
     return label if isinstance(label, str) else json.dumps(label)
 
 
+TOPICS = [["maths"], ["art", "law"], [], ["art", "maths"], ["law"], ["art"]]
+
+
+@pytest.mark.parametrize("file", ["x.csv", "x.jsonl"])
+def test_any_number_of_labels(here: Path, file: str) -> None:
+    texts = [f"paper number {number}" for number in range(len(TOPICS))]
+    kind = "multi_label_classification"
+    if file == "x.csv":
+        write_csv(here / file, ["text", "label"], list(zip(texts, map(", ".join, TOPICS), strict=True)))
+        task = both(file, kind=kind)
+    else:
+        write_lines(here / file, [{"text": t, "label": topics} for t, topics in zip(texts, TOPICS, strict=True)])
+        task = both(file)
+        assert any(f"kind is {kind}, because label holds lists" in note for note in task.notes)
+    assert (task.settings.kind, task.label_names) == (kind, ("art", "law", "maths"))
+    assert (task.problem_type, task.settings.metric, task.tokens) == (kind, "micro_f1", False)
+    found = task.load()["validation"]["label"][:]
+    assert found == [[float(name in topics) for name in ("art", "law", "maths")] for topics in TOPICS]
+    # Only these are held back, whatever sets they have.
+    assert len(table(train_file=file, kind=kind, hold_out=0.3).load()["validation"]) == 2
+
+    logits = np.random.default_rng(0).normal(size=(6, 3))
+    mine, true = logits > 0, np.asarray(found) > 0
+    hits, wrong = (mine & true).sum(0), (mine != true).sum(0)
+    metrics = task.compute(logits, found)
+    assert metrics["micro_f1"] == metrics["score"] == pytest.approx(2 * hits.sum() / (2 * hits.sum() + wrong.sum()))
+    assert metrics["macro_f1"] == pytest.approx(np.mean(2 * hits / np.maximum(2 * hits + wrong, 1)))
+    assert metrics["accuracy"] == pytest.approx((mine == true).all(1).mean())
+    with pytest.raises(ConfigError, match="expected logits and labels"):
+        task.compute(logits[:, :2], found)
+
+
+def test_lists_beside_words_are_tags_where_there_are_as_many(here: Path) -> None:
+    write_lines(here / "x.jsonl", [{"text": "a b", "label": ["X", "O"]}, {"text": "c d", "label": ["O", "O"]}])
+    assert both("x.jsonl").settings.kind == "token_classification"
+    write_lines(
+        here / "x.jsonl", [{"text": "a b", "label": ["X", 7.5]}, {"text": "c d e f", "label": ["O"]}, {"text": "g h"}]
+    )
+    assert both("x.jsonl").settings.kind == "multi_label_classification"
+    faults = faults_of(lambda: both("x.jsonl", labels=["X", "O"]).load())
+    assert any("line 1: label is '7.5', which is not among the labels" in fault for fault in faults)
+
+
 def test_settings_go_before_what_is_inferred(here: Path) -> None:
     write_csv(here / "x.csv", ["text", "label"], [("a", "1.0"), ("b", "2.0"), ("c", "1.0")])
     assert both("x.csv", kind="classification").label_names == ("1", "2")
