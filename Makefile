@@ -2,6 +2,7 @@
 # make test          the tests, on all cores, in some minutes; ends with the ten slowest
 # make test-all      all of them: also slow ones, those of the papers' experiments, and every combination
 # make test-rest     what `make test` leaves out
+# make test-bits     adapters on a base in 4 and 8 bits: bitsandbytes and torchao beside the environment, which they slow down
 # make lint          ruff (lint and format) and mypy
 # make docs          the pages of docs/, strictly: a broken link or an unknown name is an error; result in build/docs
 # make benchmarks    speed and size; results in recipes/benchmarks/results/
@@ -29,7 +30,7 @@ BENCHMARKS := $(filter-out $(BY_HAND),$(wildcard recipes/benchmarks/[a-z]*.py))
 export HF_HUB_OFFLINE = 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: quickstart test test-all test-rest lint docs benchmarks experiments gpu clean
+.PHONY: quickstart test test-all test-rest test-bits lint docs benchmarks experiments gpu clean
 
 quickstart: $(VENV)/.demo
 	$(BIN)/python recipes/quickstart.py --out quickstart --overwrite $(ARGS)
@@ -45,6 +46,9 @@ test-rest: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	$(PYTEST) $(ARGS)
+
+test-bits: $(VENV)/.bits
+	PYTHONPATH=$(VENV)/bits $(BIN)/python -m pytest tests/package/test_quantized_base.py $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/python -m ruff check .
@@ -78,6 +82,10 @@ $(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.made
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.made
 	$(INSTALL) -e '.[dev]'
 	touch $(VENV)/.demo $@
+
+$(VENV)/.bits: $(VENV)/.dev
+	$(INSTALL) --no-deps --target $(VENV)/bits --upgrade bitsandbytes torchao
+	touch $@
 
 $(VENV)/.made:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "%s is Python %d.%d; 3.10 or newer is needed: make PYTHON=..." % (sys.executable, *sys.version_info[:2]))'
