@@ -25,7 +25,7 @@ from snnk_peft import HeadFeatures, calibrate, calibrate_adapters, get_snnk_mode
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.solvers.reduce import process
-from snnk_peft.tuner.slot_layer import SlotLayer
+from snnk_peft.tuner.slot_layer import SlotLayer, root_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 HEAD_FILE = "snnk_head.json"  # beside an adapter that was trained behind a wide head: what that reads
@@ -285,11 +285,6 @@ def is_of_pooler(name: str) -> bool:
     return _POOLER.search(name) is not None
 
 
-def bare_model(model: Any) -> Any:
-    """The transformers model inside a PeftModel, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def encoder_layers(bare: Any, cut: int) -> list[torch.nn.Module]:
     """The layers of a transformers model, in their order, for `method.cut`.
 
@@ -324,7 +319,7 @@ def _behind_cut(method: MethodSection, base: Any) -> MethodSection:
 
 def _freeze_trunk(model: Any, cut: int) -> None:
     """Nothing of an encoder is trained but the layers behind the cut, and the pooler."""
-    bare = bare_model(model)
+    bare = root_of(model)
     layers = encoder_layers(bare, cut)
     behind = {id(value) for layer in layers[cut:] for value in layer.parameters()}
     for name, value in bare.base_model.named_parameters():

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from snnk_cli.data import AroundExamples, ExampleSet
 from snnk_cli.files import writing
-from snnk_cli.models import bare_model, encoder_layers, is_of_head, is_of_pooler
+from snnk_cli.models import encoder_layers, is_of_head, is_of_pooler
 from snnk_cli.terminal import bar
 from snnk_peft.bundling.pooled_head import second_text
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.heads.features import HeadReader, pooled
+from snnk_peft.tuner.slot_layer import root_of
 
 STATES, VIEWS = "trunk_states", "trunk_views"  # entries of a batch
 DTYPE = torch.bfloat16  # of the stored states
@@ -52,7 +53,7 @@ class Trunk:
 
     def __init__(self, model: nn.Module, cut: int):
         self.model, self.cut = model, cut
-        self._bare: Any = bare_model(model)
+        self._bare: Any = root_of(model)
         layers = encoder_layers(self._bare, cut)
         self._check(layers)
         self._given: Tensor | None = None

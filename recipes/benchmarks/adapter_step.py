@@ -7,8 +7,10 @@
 
 One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 ReLU features, Houlsby placement;
 "rows": 7 learned GELU rows beside query and value, and all norms; "upper": 8 in all layers but the first, which the
-backward pass does not enter, and these layers' norms; "parallel": 16 beside the FFN (not in a Llama, whose FFN is
-gated). LoRA: r = 8 on query and value; with all norms; as DoRA. All train the classifier. `--model llama` is one of 4
+backward pass does not enter, and these layers' norms; "cut": 12 in the upper half of the layers, with their norms, on
+stored outputs of the lower half (`method.cut` of recipes/finetune.py); "parallel": 16 beside the FFN (not in a Llama,
+whose FFN is gated). LoRA: r = 8 on query and value; with all norms; as DoRA. All train the classifier, without
+dropout, as the settings files do. `--model llama` is one of 4
 layers x 512, `llama12` of 12 layers x 768, and `bert_base` has BERT-base's sizes: with random weights, on which neither
 time nor memory depends. `--checkpointing` computes activations again in the backward pass.
 Times are medians over alternating repetitions in one process. "operations" are those of torch in
@@ -42,9 +44,11 @@ from transformers import (
 from snnk_cli.baselines import norm_names
 from snnk_cli.models import resolve_model
 from snnk_cli.timing import operations
+from snnk_cli.trunk import STATES, Trunk
 from snnk_peft import AdapterPart, NormsPart, SNNKConfig, get_snnk_model
 
 TARGETS = ["query", "value"]
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 LLAMA = {
     "vocab_size": 20_000,
     "hidden_size": 512,
@@ -65,8 +69,8 @@ TARGETS_OF = {"minilm": TARGETS, "bert_base": TARGETS, **{name: ["q_proj", "v_pr
 
 # Learned rows on inputs as they are; 4 times the readout, which features of 7 rows divide by √7.
 LEARNED = {"component": "gelu", "projection": "free", "normalize": False, "scaling": 10.6}
-# All layers but the first, of a model of any depth.
-UPPER = "upper"
+# All layers but the first, and the upper half, of a model of any depth.
+UPPER, HALF = "upper", "half"
 TINY = 1, 8  # texts and tokens of a step that costs what a processor needs to ask for its operations
 # As many trained numbers as LoRA of rank 8 on queries and values.
 ADAPTERS: dict[str, dict[str, Any]] = {
@@ -74,9 +78,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "snnk_pfeiffer": {"num_features": 32, "placement": "pfeiffer"},
     "rows": {"num_features": 7, "placement": "query_value", **LEARNED},
     "upper": {"num_features": 8, "placement": "query_value", **LEARNED, "layers": UPPER},
+    "cut": {"num_features": 12, "placement": "query_value", **LEARNED, "layers": HALF},
     "parallel": {"num_features": 16, "placement": "parallel", **LEARNED},
 }
-WITH_NORMS = ("rows", "upper", "lora_norms")
+WITH_NORMS = ("rows", "upper", "cut", "lora_norms")
 LORAS: dict[str, dict[str, Any]] = {"lora": {}, "lora_norms": {}, "dora": {"use_dora": True}}
 METHODS = (*ADAPTERS, *LORAS)
 
@@ -84,10 +89,10 @@ METHODS = (*ADAPTERS, *LORAS)
 def adapted(base: Any, method: str, targets: Sequence[str], **config: Any) -> torch.nn.Module:
     """`base` with one of `ADAPTERS`, or with LoRA of rank 8 on the modules of these names."""
     if method in ADAPTERS:
-        depth, options, norms = base.config.num_hidden_layers, dict(ADAPTERS[method]), "*"
-        if options.get("layers") == UPPER:
-            options["layers"], norms = f"top-{depth - 1}", f"*.layer*.[1-{depth - 1}].*"
-        parts = [NormsPart(targets=norms)] if method in WITH_NORMS else []
+        depth, options = base.config.num_hidden_layers, dict(ADAPTERS[method])
+        if (layers := options.get("layers")) is not None:
+            options["layers"] = f"top-{depth - 1 if layers == UPPER else depth - depth // 2}"
+        parts = [NormsPart(layers=options.get("layers", "all"))] if method in WITH_NORMS else []
         return get_snnk_model(base, SNNKConfig(adapter=AdapterPart(**options), parts=parts, **config))
     if method in WITH_NORMS:
         config["modules_to_save"] = [*(config.get("modules_to_save") or ()), *norm_names(base)]
@@ -136,12 +141,15 @@ def prepare(
     if name in LLAMAS:
         base: Any = LlamaForSequenceClassification(LlamaConfig(**LLAMAS[name], num_labels=2))
     elif name == "bert_base":
-        base = BertForSequenceClassification(BertConfig(num_labels=2))
+        base = BertForSequenceClassification(BertConfig(num_labels=2, **NO_DROPOUT))
     else:
-        base = AutoModelForSequenceClassification.from_pretrained(resolve_model(name), num_labels=2)
+        base = AutoModelForSequenceClassification.from_pretrained(resolve_model(name), num_labels=2, **NO_DROPOUT)
     ids = torch.randint(1000, 20000, (batch_size, length))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.randint(0, 2, (batch_size,))}
     model = adapted(base, method, TARGETS_OF[name], task_type="SEQ_CLS")
+    if method == "cut":
+        trunk = Trunk(model.to(device), base.config.num_hidden_layers // 2)
+        batch[STATES] = trunk.outputs({"input_ids": ids.to(device)})[0].bfloat16()
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return step_of(model, batch, device, dtype)

@@ -41,6 +41,7 @@ from snnk_peft.solvers.reduce import TokenSample, same_everywhere
 from snnk_peft.solvers.ridge import GramAccumulator, one_hot_targets
 from snnk_peft.solvers.ridge_posterior import cross_validated
 from snnk_peft.tuner.given_model import refuse_inference_tensors, takes_model
+from snnk_peft.tuner.slot_layer import active_module
 
 MULTI_LABEL = "multi_label_classification"
 SAMPLE = 4000  # examples that a head from `with_head` is fitted to at most
@@ -161,7 +162,7 @@ def fit_closed_form(
         weight, bias, error = fit.weight, fit.bias, fit.relative_error
         assert bias is not None
     else:
-        whole, pairs = model.get_submodule(HEAD), sample.reduced()
+        whole, pairs = active_module(getattr(model, HEAD)), sample.reduced()
         vectors, wanted = pairs.split([head.in_features, head.out_features], 1)
         began = starting_head(vectors, wanted, ridges=ridges if ridge is None else [ridge / len(vectors)])
         weight, bias, ridge, error = began.weight, began.bias, began.ridge * len(vectors), began.relative_error
@@ -204,7 +205,7 @@ def _pass(
     path_and_head = bundled_head(model)[:2] if bundled else None
     sample: TokenSample | None = None
     reader: HeadReader | None = None
-    pooled = getattr(model, HEAD, None)
+    pooled = active_module(getattr(model, HEAD)) if hasattr(model, HEAD) else None
     if isinstance(pooled, PooledHead) and pooled.standardized:
         sample, path_and_head = TokenSample(SAMPLE, torch.Generator().manual_seed(0)), (f"{HEAD}.linear", pooled.linear)
         reader = pooled.reader

@@ -194,6 +194,17 @@ def test_what_was_trained_behind_it_comes_back_onto_a_new_one(method: Any, tmp_p
     torch.testing.assert_close(logits(loaded, data), after, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("method", [adapted, for_classes, lora])
+def test_a_head_behind_an_adapter_is_fitted_as_one_before(method: Any) -> None:
+    """Adapters start as the identity, so that both give the same head: with chance tested, and standardised."""
+    base = tiny("bert", num_labels=3)
+    data = batches(base)
+    before, behind = with_head(base), method(with_head(base))
+    first, second = (fit_closed_form(model, data, as_logits=True) for model in (before, behind))
+    assert second.to_dict() == pytest.approx({**first.to_dict(), "seconds": second.seconds}, rel=1e-4)
+    torch.testing.assert_close(logits(behind, data), logits(before, data), atol=1e-4, rtol=1e-4)
+
+
 def test_the_start_as_logits_is_that_of_the_fit() -> None:
     base = tiny("bert", num_labels=3)
     data = batches(base)
