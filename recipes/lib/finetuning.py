@@ -36,6 +36,8 @@ class Finetuning(Experiment[FinetuneConfig]):
     """A pretrained encoder with a fresh classifier on a `TextTask` or an `ImageTask` of `data.TASKS`."""
 
     settings, program = FinetuneConfig, "finetune.py"
+    stored: StoredExamples | None = None  # of a run with method.cut, as is the next
+    trunk: Trunk | None = None
 
     def __init__(self, config: FinetuneConfig):
         self.task = find_task(config)
@@ -165,7 +167,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         self, model: torch.nn.Module, data: Data, accelerator: Any, stopped: Callable[[], bool]
     ) -> dict[str, Any] | None:
         """The threshold between two classes, if that is asked for."""
-        if self.cut is not None:
+        if self.trunk is not None:
             self.trunk.remove()
         if not getattr(self.config.train, "choose_threshold", False):  # not every program has it
             return {}
