@@ -237,6 +237,17 @@ def worker_of(launcher: int) -> dict[int, int]:
 # --- profiles --------------------------------------------------------------------------------------------------------
 
 
+def test_layers_that_run_once_do_so_in_every_process(world: Path, tmp_path: Path) -> None:
+    """With balanced classes and a fitted head besides: the batches of both processes bring states and weights."""
+    changes = ("method.ffn=null", "method.calibrate=false", "method.cut=1", "train.class_weights=balanced")
+    changes += ("method.head=wide", "method.fit_head=true", "method.adapter.projection_params={}")
+    runs = tmp_path / "one", tmp_path / "two"
+    done = run_python([PROGRAM, *settings(world, runs[0], *changes)], env=environment())
+    assert done.returncode == 0, done.stderr
+    run_two(settings(world, runs[1], *changes, "train.batch_size=4"))
+    assert_close(last(runs[0]), last(runs[1]), "model.safetensors", **ROUNDING)
+
+
 @pytest.mark.parametrize("file", sorted((ROOT / "recipes/accelerate").iterdir()), ids=lambda file: file.stem)
 def test_accelerate_reads_every_profile_as_its_command_says(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes, by_torch = PROFILES[file.stem]
