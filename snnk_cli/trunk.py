@@ -59,7 +59,7 @@ class Trunk:
         self._given: Tensor | None = None
         self._vectors: Tensor | None = None
         self._seen: list[Tensor] | None = None
-        self._in_tuple = False
+        self._rest: tuple[None, ...] | None = None  # behind the states in what a layer gives, if that is a tuple
         readers = [module for module in model.modules() if isinstance(module, HeadReader)]
         self.reader = readers[0] if readers else None
         # On the instances: modules keep their names, which checkpoints and adapters go by.
@@ -115,16 +115,16 @@ class Trunk:
         last = index == self.cut - 1
         if self._given is not None:
             left = self._given.to(entered.dtype) if last else entered
-            return (left,) if self._in_tuple else left
+            return left if self._rest is None else (left, *self._rest)
         output = original(*args, **kwargs)
         if self._seen is not None:
-            self._in_tuple = isinstance(output, tuple)
-            if self._in_tuple and len(output) > 1:
+            self._rest = output[1:] if isinstance(output, tuple) else None
+            if any(value is not None for value in self._rest or ()):
                 raise UnsupportedError(
                     f"{KEPT.format(cut=self.cut)}, but layer {index} hands on {len(output)} values; expected hidden "
                     "states alone. Leave method.cut out"
                 )
-            self._seen += [*([] if self._seen else [entered]), output[0] if self._in_tuple else output]
+            self._seen += [*([] if self._seen else [entered]), output if self._rest is None else output[0]]
             if last:
                 raise _Reached
         return output

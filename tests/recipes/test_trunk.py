@@ -14,11 +14,13 @@ import score
 import torch
 import transformers
 from recipe_world import last_weights, write_settings, write_world
+from tiny_families import CONFIGS, build, main_head
 from tiny_models import CLASSIFIERS, inputs_for, tiny
 
 from snnk_cli import trunk as trunks
 from snnk_cli.trunk import STATES, VIEWS, Trunk
 from snnk_peft import HeadFeatures, with_head
+from snnk_peft.bundling.report import probe_inputs
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 
@@ -45,6 +47,23 @@ def quiet(family: str, **changes: Any) -> Any:
 
 def layers_of(model: Any) -> list[Any]:
     return [model.get_submodule(path) for path in family_of(model).layer_paths(model)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", sorted(CONFIGS.keys() - {"albert"}))
+def test_every_family_goes_on_from_stored_states(family: str) -> None:
+    model = build(family, main_head(family)).eval().requires_grad_(False)
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and (name == "p" or "drop" in name):
+                setattr(module, name, 0.0)
+    inputs = probe_inputs(model)
+    expected = model(**inputs)[0]
+    trunk = Trunk(model, 1)
+    states, _ = trunk.outputs(inputs)
+    for value in layers_of(model)[0].parameters():
+        value.fill_(torch.nan)
+    torch.testing.assert_close(model(**inputs, **{STATES: states})[0], expected)
 
 
 @pytest.mark.parametrize("head", ["own", "wide"])
