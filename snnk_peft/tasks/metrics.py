@@ -76,7 +76,7 @@ def _correlation(function: str, predictions: ArrayLike, references: ArrayLike) -
 
 METRICS: dict[str, Callable[[ArrayLike, ArrayLike], float]] = {
     function.__name__: function
-    for function in (accuracy, f1, macro_f1, micro_f1, matthews_correlation, pearson, spearmanr)
+    for function in (accuracy, f1, macro_f1, matthews_correlation, micro_f1, pearson, spearmanr)
 }
 """Score functions by the key under which they are reported."""
 
@@ -115,8 +115,8 @@ _CLASSES = {
     "Accuracy": "accuracy",
     "F1": "f1",
     "MacroF1": "macro_f1",
-    "MicroF1": "micro_f1",
     "MatthewsCorrelation": "matthews_correlation",
+    "MicroF1": "micro_f1",
     "Pearson": "pearson",
     "Spearmanr": "spearmanr",
 }

@@ -453,6 +453,7 @@ def test_metric_names():
         "F1",
         "MacroF1",
         "MatthewsCorrelation",
+        "MicroF1",
         "Pearson",
         "Spearmanr",
     ]
