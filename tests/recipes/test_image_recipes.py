@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers import ViTImageProcessorPil as Processor
 
-from snnk_cli import training
+from snnk_cli import training, trunk
 from snnk_cli.evaluation import evaluation_splits, predict
 from snnk_cli.images import Augmentation, ImageExamples, crop_box, input_size
 from snnk_cli.settings import AugmentSection
@@ -403,6 +403,32 @@ def test_every_method_trains(vit: Path, pictures: Path, tmp_path: Path, changes:
     figures = json.loads((run / "metrics.json").read_text())
     assert score.main([str(run / kind), "--task", "cifar10", f"data.dir={pictures}"]) == 0
     assert json.loads((run / kind / "metrics.json").read_text())["score"] == pytest.approx(figures["score"])
+
+
+@pytest.mark.parametrize("head", ["own", "wide"])
+def test_layers_that_run_once_over_the_pictures(
+    vit: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    """As training of the layers behind; unreadable pictures do not count, and augmentation is refused."""
+    monkeypatch.setattr(trunk, "DTYPE", torch.float32)
+    same = ("train.dropout=0", f"method.head={head}", "data.workers=1")
+    behind = "method.adapter={component: relu, num_features: 4, layers: [1]}"
+    assert finetune.main(settings(vit, pictures, tmp_path / "plain", *same, behind)) == 0
+    assert finetune.main(settings(vit, pictures, tmp_path / "cut", *same, "method.cut=1")) == 0
+    wanted = last_weights(tmp_path / "plain")
+    for name, found in last_weights(tmp_path / "cut").items():
+        torch.testing.assert_close(found, wanted[name], rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_a_picture_that_cannot_be_read_has_no_part_in_a_run_with_a_cut(
+    vit: Path, damaged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, given = tmp_path / "run", ("method.cut=1", "train.dropout=0", "data.max_unreadable=3")
+    assert finetune.main(settings(vit, damaged, run, *given)) == 0
+    assert "note: left out" in capsys.readouterr().out
+    assert np.isfinite(json.loads((run / "metrics.json").read_text())["score"])
+    assert finetune.main(settings(vit, damaged, tmp_path / "flipped", *given, "augment.flip=0.5")) == 2
+    assert "augment.flip is 0.5 with method.cut" in capsys.readouterr().err
 
 
 def test_wrong_settings_are_refused_with_the_remedy(
