@@ -111,6 +111,9 @@ def write_tables(folder: Path) -> None:
     Dataset.from_dict(columns).to_parquet(folder / "pairs.parquet")
     line = json.dumps({"tokens": ["Ada", "Byron", "wrote"], "tags": ["B-PER", "I-PER", "O"]})
     (folder / "names.jsonl").write_text(f"{line}\n" * 20)
+    topics = ["maths", '"art, law"', "", "law"]
+    papers = [f"{text} {number},{topics[number % 4]}" for number, text in enumerate(sentences() * 2)]
+    (folder / "papers.csv").write_text("\n".join(["abstract,topics", *papers]) + "\n")
 
 
 def write_pictures(folder: Path) -> Path:
