@@ -220,7 +220,8 @@ def build_model(
     if method.cut is not None:
         model = build_model(base, replace(_behind_cut(method, base), cut=None), seed, calibration)
         if method.name in ("full", "bitfit") or method.train_base:
-            _freeze_trunk(model, method.cut)
+            for value in below_cut(root_of(model), method.cut).values():
+                value.requires_grad_(False)
         return model
     train_pooler = method.pooler == "dense"
     if method.name == "full":
@@ -317,14 +318,15 @@ def _behind_cut(method: MethodSection, base: Any) -> MethodSection:
     return replace(method, lora=lora, adapter=adapter, parts=of_norms or method.parts)
 
 
-def _freeze_trunk(model: Any, cut: int) -> None:
-    """Nothing of an encoder is trained but the layers behind the cut, and the pooler."""
-    bare = root_of(model)
-    layers = encoder_layers(bare, cut)
-    behind = {id(value) for layer in layers[cut:] for value in layer.parameters()}
-    for name, value in bare.base_model.named_parameters():
-        if id(value) not in behind and not is_of_pooler(name):
-            value.requires_grad_(False)
+def below_cut(bare: Any, cut: int) -> dict[str, torch.nn.Parameter]:
+    """The parameters of an encoder but for those of the layers behind the cut, of pooler and head."""
+    inside = {id(value) for value in bare.base_model.parameters()}
+    inside -= {id(value) for layer in encoder_layers(bare, cut)[cut:] for value in layer.parameters()}
+    return {
+        name: value
+        for name, value in bare.named_parameters()
+        if id(value) in inside and not is_of_pooler(name) and not is_of_head(name)
+    }
 
 
 def with_wide_head(base: PreTrainedModel, task: Any) -> PreTrainedModel:

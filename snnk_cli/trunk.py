@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from snnk_cli.data import AroundExamples, ExampleSet
 from snnk_cli.files import writing
-from snnk_cli.models import encoder_layers, is_of_head, is_of_pooler
+from snnk_cli.models import below_cut, encoder_layers
 from snnk_cli.terminal import bar
 from snnk_peft.bundling.pooled_head import second_text
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -76,13 +76,7 @@ class Trunk:
     def _check(self, layers: Sequence[nn.Module]) -> None:
         """Nothing below the cut may be trained or random."""
         kept = KEPT.format(cut=self.cut)
-        behind = {id(value) for layer in layers[self.cut :] for value in layer.parameters()}
-        inside = {id(value) for value in self._bare.base_model.parameters()}
-        trained = [
-            name
-            for name, value in self.model.named_parameters()
-            if value.requires_grad and id(value) in inside - behind and not is_of_pooler(name) and not is_of_head(name)
-        ]
+        trained = [name for name, value in below_cut(self._bare, self.cut).items() if value.requires_grad]
         if trained:
             shown = ", ".join(trained[:3]) + (f" and {len(trained) - 3} more" if len(trained) > 3 else "")
             raise ConfigError(f"{kept}, but {shown} would be trained; choose layers behind the cut alone")

@@ -27,6 +27,7 @@ from torch import nn
 
 from snnk_peft.arguments import in_words, number_faults, numbers_faults
 from snnk_peft.bundling.classes import SavedBundle
+from snnk_peft.bundling.head_bundle import PROBLEMS
 from snnk_peft.bundling.pooled_head import PooledHead
 from snnk_peft.calibrating.batches import LabelledRows, labelled, model_inputs, of_batch
 from snnk_peft.calibrating.guards import all_or_nothing, evaluating, named_padding, refuse_not_finite, refuse_overflow
@@ -43,7 +44,6 @@ from snnk_peft.solvers.ridge_posterior import cross_validated
 from snnk_peft.tuner.given_model import refuse_inference_tensors, takes_model
 from snnk_peft.tuner.slot_layer import active_module
 
-MULTI_LABEL = "multi_label_classification"
 SAMPLE = 4000  # examples that a head from `with_head` is fitted to at most
 
 
@@ -171,7 +171,7 @@ def fit_closed_form(
         shares = (counted * moments.count + 1) / (moments.count + head.out_features)  # none is 0
         weight, prior = weight / shares[:, None], shares.log()
         bias = prior - prior.mean() + (bias - counted) / shares
-    elif getattr(getattr(model, "config", None), "problem_type", None) == MULTI_LABEL:
+    elif getattr(getattr(model, "config", None), "problem_type", None) == PROBLEMS["labels"]:
         if as_logits:
             counted = moments.target_mean
             shares = (counted * moments.count + 1) / (moments.count + 2)

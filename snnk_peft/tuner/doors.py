@@ -250,7 +250,11 @@ def _check_parts(door: Door, adapter_name: str, config: SNNKConfig) -> None:
         raise ConfigError(
             f"{door.source} is an adapter of {PeftType(new.peft_type).value}; adapter {adapter_name!r} is one of SNNK"
         )
-    here, there = ({name: asdict(part) for name, part in each.named_parts().items()} for each in (config, new))
+    # As plain data, which has lists where a config in memory may have tuples.
+    here, there = (
+        {name: json.loads(json.dumps(asdict(part))) for name, part in each.named_parts().items()}
+        for each in (config, new)
+    )
     faults = [
         f"{name}.{key} is {there.get(name, {}).get(key)!r} there and {here.get(name, {}).get(key)!r} here"
         for name in sorted({*here, *there})

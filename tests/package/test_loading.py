@@ -514,7 +514,7 @@ def test_a_sample_of_mutants(tmp_path):
 def test_an_adapter_takes_the_weights_of_another_one_in_place(tmp_path: Path) -> None:
     """As PEFT's hotswap_adapter does for LoRA: nothing is patched or compiled anew; other options are refused."""
     base, inputs = tiny("bert"), inputs_for(tiny("bert"))
-    rows = AdapterPart(num_features=4, placement="query_value")
+    rows = AdapterPart(num_features=4, placement="query_value", layers=(0, 1))  # a list in the file
 
     def answers(model: Any) -> torch.Tensor:
         with torch.no_grad():

@@ -10,10 +10,11 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from snnk_peft import AdapterPart, FFNPart, NormsPart, SNNKConfig, bundle, calibrate_adapters, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
+from tests.tiny_models import tiny
 
 PACKAGES = {"8 bits": "torchao", "4 bits": "bitsandbytes"}
 ROWS = AdapterPart(component="gelu", projection="free", num_features=4, placement="query_value", normalize=False)
@@ -56,18 +57,9 @@ def size_of(model: nn.Module) -> int:
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=100,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=256,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-    )
-    BertForSequenceClassification(config).save_pretrained(tmp_path / "base")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_labels": 3}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    tiny("bert", **sizes, **quiet).save_pretrained(tmp_path / "base")
     return tmp_path / "base"
 
 

@@ -173,16 +173,8 @@ def test_refused(
 
 
 def test_layers_that_share_weights_have_no_cut() -> None:
-    config = transformers.AlbertConfig(
-        hidden_size=16,
-        embedding_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        vocab_size=50,
-    )
     with pytest.raises(UnsupportedError, match="2 layers of AlbertForSequenceClassification share 1 sets of weights"):
-        Trunk(transformers.AlbertForSequenceClassification(config), 1)
+        Trunk(build("albert", main_head("albert")), 1)
     with pytest.raises(ConfigError, match=r"bert\.embeddings.*would be trained"):
         Trunk(tiny("bert"), 1)
 
