@@ -1,22 +1,24 @@
 """Linear attention in a bundle: the attention module stays, and a KernelAttention is put inside it as `snnk_kernel`.
 
     attention           linear attention for the module above   spec: terms (stages, key_stages), num_heads, near_field
-    joint_attention     the same under one normalisation        spec: sinks as well
+    joint_attention     the same under one normalisation        spec: sinks, full_heads and rotary as well
 
 Part of the code file of bundles that have it. Importing this module registers the attention function.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 from torch import nn
 
 from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, FINISHERS, Spec
-from snnk_peft.bundling.plan import FIELDS, SIZE, Check, expects, field_faults, stage_faults
+from snnk_peft.bundling.plan import FIELDS, SIZE, WIDEST, Check, expects, field_faults, stage_faults
 from snnk_peft.digests import notes
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
+from snnk_peft.functional.rotary import Rotary
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -29,7 +31,11 @@ PLANNED_ATTENTION = "snnk_peft"  # in plans; the name under which a function is 
 
 def attention_spec(kernel: KernelAttention) -> Spec:
     """The spec of a kernel."""
-    joint = {} if kernel.joint is None else {"kind": "joint_attention", "sinks": kernel.joint.sinks}
+    joint: Spec = {} if kernel.joint is None else {"kind": "joint_attention", "sinks": kernel.joint.sinks}
+    if kernel.full_heads:
+        joint["full_heads"] = list(kernel.full_heads)
+    if kernel.joint is not None and (rotary := kernel.joint.rotary) is not None:
+        joint["rotary"] = {"frequencies": list(rotary.frequencies), "distance": rotary.distance}
     return {
         "kind": "attention",
         "terms": [_term_spec(cast(AttentionTerm, term)) for term in kernel.terms],
@@ -58,7 +64,10 @@ def _attention(spec: Spec, present: Any) -> nn.Module:
         AttentionTerm(_attention_maps(term["stages"]), term["key_stages"] and _attention_maps(term["key_stages"]))
         for term in spec["terms"]
     ]
-    joint = {"joint": True, "sinks": spec["sinks"]} if spec["kind"] == "joint_attention" else {}
+    joint: Spec = {}
+    if spec["kind"] == "joint_attention":
+        joint = {"joint": True, "sinks": spec["sinks"], "full_heads": spec.get("full_heads", ())}
+        joint["rotary"] = Rotary(**spec["rotary"]) if "rotary" in spec else None
     return KernelAttention(
         terms, spec["num_heads"], near_field=spec["near_field"], fitted_length=spec.get("fitted_length"), **joint
     )
@@ -106,6 +115,17 @@ def _key_stages_faults(where: str, stages: Any) -> list[str]:
     return [] if stages is None else _stages_faults(where, stages)
 
 
+ROTARY: dict[str, Check] = {
+    "frequencies": expects(
+        "a list of finite numbers",
+        lambda value: (
+            isinstance(value, list)
+            and 0 < len(value) < WIDEST
+            and all(type(number) in (int, float) and math.isfinite(number) for number in value)
+        ),
+    ),
+    "distance": SIZE,
+}
 FIELDS["attention"] = {
     "terms": _term_faults,
     "num_heads": SIZE,
@@ -120,6 +140,15 @@ FIELDS["joint_attention"] = {
     **FIELDS["attention"],
     "near_field": SIZE,
     "sinks": expects(f"an integer >= 0 and <= {MOST}", lambda value: type(value) is int and 0 <= value <= MOST),
+    "full_heads": expects(
+        "a list of key heads, each once",
+        lambda value: (
+            isinstance(value, list)
+            and all(type(head) is int and 0 <= head < WIDEST for head in value)
+            and len(set(value)) == len(value)
+        ),
+    ),
+    "rotary": lambda where, value: field_faults(where, value, ROTARY),
 }
 BUILDERS |= dict.fromkeys(("attention", "joint_attention"), _attention)
 ADDITIONS |= {"attention", "joint_attention"}

@@ -29,6 +29,7 @@ from snnk_peft.exporting.program import FORMATS, missing_packages
 from snnk_peft.model_card import write_model_card
 from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import shared_copy
+from snnk_peft.planning.full_heads import cache_part
 from snnk_peft.saved_folder import written_whole
 from snnk_peft.tuner.given_model import as_usual, of_transformers, refuse_patched, refuse_prepared
 
@@ -84,6 +85,7 @@ def convert(
     *,
     of: str = "latency",
     quality: float | None = None,
+    cache: float | None = None,
     parts: Sequence[Part] | None = None,
     tokenizer: Any = None,
     text: str | Sequence[str] | None = None,
@@ -113,6 +115,9 @@ def convert(
         of: what the budget is of: "latency", "macs" or "bytes".
         quality: instead of a budget, the share of the answers to keep on the held-out examples (of embeddings the
             cosine, of numbers the correlation), in (0, 1): as small as it may be for that. Takes several conversions.
+        cache: of a decoder, instead of a budget: the share of its cache's bytes that may remain behind the longest text
+            that it reads, in (0, 1). The key heads that recall from far back keep softmax, all others become linear.
+            `parts` are converted as they are beside it.
         parts: the candidates of the plan, or what is converted; None for all that suit the model.
         tokenizer: tokenizer or image processor; None takes the one beside the model.
         text: name of the column with the texts, or names of the two with pairs; None for "text".
@@ -155,6 +160,7 @@ def convert(
         "budget": budget,
         "of": of,
         "quality": quality,
+        "cache": cache,
         "recover": recover,
         "steps": steps,
         "seed": seed,
@@ -175,6 +181,11 @@ def convert(
         answers = Answers(door.model, door.pooling)
         chosen = None if parts is None else list(parts)
         pipeline = Pipeline(door.model, examples, answers, of, chosen, recover, steps, seed, progress, timed)
+        if cache is not None:
+            budget = None
+            with pipeline.stages("plan"):
+                linear = cache_part(pipeline.full(), examples.fitted, cache, seed=seed, progress=progress)
+            pipeline.parts = [linear, *(chosen or [])]
         return converted(door, pipeline, budget, quality, int8, settings)
 
 
@@ -199,6 +210,7 @@ def _faults(
     budget: object,
     of: object,
     quality: object,
+    cache: object,
     parts: object,
     samples: object,
     max_length: object,
@@ -213,7 +225,11 @@ def _faults(
         faults += number_faults("quality", quality, above=0, below=1)
         if budget not in (None, DEFAULT_BUDGET):
             faults.append(f"budget is {budget!r} and quality {quality!r}; expected one of them")
-    elif budget is None and not parts:
+    if cache is not None:
+        faults += number_faults("cache", cache, above=0, below=1)
+        if quality is not None or budget not in (None, DEFAULT_BUDGET):
+            faults.append(f"cache is {cache!r} beside a budget or quality; expected one of them")
+    elif quality is None and budget is None and not parts:
         faults.append("budget is None and no parts are given; expected a budget such as '2x', or parts=[...]")
     if pooling is not None and pooling not in POOLINGS:
         faults.append(f"pooling is {pooling!r}; expected one of {', '.join(POOLINGS)}")

@@ -65,6 +65,8 @@ class ModelFamily(NamedOptions):
         excludes: name of a module that is no part of what is described here (CLIP's text model beside the images, a
             decoder after the encoder); a model that has one is refused.
         expects: fields of the config and the values for which the description holds.
+        rotary: whether queries and keys are turned by rotary positions, the first half of a head's turned numbers with
+            the second, as in Llama.
         attention_backend: True where attention is called through transformers' AttentionInterface although the model
             class does not declare it.
 
@@ -99,6 +101,7 @@ class ModelFamily(NamedOptions):
     sizes: str | None = None
     excludes: str | None = None
     expects: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    rotary: bool = False
     attention_backend: bool = False
 
     def __post_init__(self) -> None:

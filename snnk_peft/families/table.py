@@ -192,6 +192,7 @@ LLAMA = ours(
         ffn_norm=None,
         classifier="score",
         causal=True,
+        rotary=True,
         gated=True,
         ffn_up="mlp.up_proj",
     )
@@ -259,6 +260,7 @@ ours(
         ffn_norm="post_attention_layernorm",
         classifier="score",
         causal=True,
+        rotary=True,
     )
 )
 

@@ -8,8 +8,9 @@ query head, starts at one (several terms: at one over their number); `calibrate`
 right about the weights of far keys among each other and wrong about their sum. q and k hold √scaling here.
 
 Causal, the far keys of query i are the first i − width + 1: linear attention whose keys are late by `width` tokens.
-What was fitted to texts of some length is wrong by orders of magnitude beyond it (queries and keys turn with their
-positions): later queries, by count of real tokens, see near keys and sinks alone.
+What was fitted to texts of some length is wrong by orders of magnitude beyond it, where queries and keys turn with
+their positions: later queries, by count of real tokens, see near keys and sinks alone. With `rotary`, the far field
+reads queries and keys without their positions, and does not end.
 
 Otherwise it is that in both directions. Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D) -> (B, H, L, D). Time
 and memory as those of the band (functional/near_field.py) and of the terms; what a cache keeps is the sinks, `width`
@@ -34,28 +35,43 @@ from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, common_logarithm
 from snnk_peft.functional.near_field import Sinks, near_attention
 from snnk_peft.functional.precision import full_precision, wide
+from snnk_peft.functional.rotary import Rotary
 from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps
 from snnk_peft.projections.base import Projection
 
 
 class Kept(NamedTuple):
-    """Keys (B, G, t, d) and values (B, G, t, D) as they are; counts (B, t) is False where there is none."""
+    """Keys (B, G, t, d) and values (B, G, t, D) as they are; counts (B, t) is False where there is none.
+
+    Attributes:
+        positions: (B, t) integers, where keys are turned by them and the far field is not; else None.
+    """
 
     keys: Tensor
     values: Tensor
     counts: Tensor
+    positions: Tensor | None = None
 
     def and_then(self, other: Kept) -> Kept:
         """These, and others after them."""
-        return Kept(*(torch.cat(pair, -1 if pair[0].dim() == 2 else -2) for pair in zip(self, other, strict=True)))
+        keys, values = (torch.cat(pair, -2) for pair in zip(self[:2], other[:2], strict=True))
+        positions = None
+        if self.positions is not None and other.positions is not None:
+            positions = torch.cat((self.positions, other.positions), -1)
+        return Kept(keys, values, torch.cat((self.counts, other.counts), -1), positions)
 
     def part(self, first: int, last: int) -> Kept:
         """The keys from one index to before another."""
-        return Kept(self.keys[:, :, first:last], self.values[:, :, first:last], self.counts[:, first:last])
+        positions = None if self.positions is None else self.positions[:, first:last]
+        return Kept(self.keys[:, :, first:last], self.values[:, :, first:last], self.counts[:, first:last], positions)
 
     def reversed(self) -> Kept:
         """The last key first."""
         return Kept(self.keys.flip(-2), self.values.flip(-2), self.counts.flip(-1))
+
+    def owned(self) -> Kept:
+        """In memory that holds nothing else."""
+        return Kept(*(None if each is None else each.clone() for each in self))  # type: ignore[arg-type]
 
 
 class JointState(NamedTuple):
@@ -82,6 +98,7 @@ class JointAttention(nn.Module):
         sinks: how many of the first keys are exact too.
         terms: the linear attentions of the far field.
         num_heads: H, number of query heads.
+        rotary: takes the positions off the far field's queries and keys, or None. Causal attention only.
 
     Attributes:
         factor: w and c of each term and query head, (terms, H, d + 1).
@@ -90,7 +107,9 @@ class JointAttention(nn.Module):
         ConfigError: feature maps that are not on the scale of e^{q·k}.
     """
 
-    def __init__(self, width: int, sinks: int, terms: Sequence[AttentionTerm], num_heads: int):
+    def __init__(
+        self, width: int, sinks: int, terms: Sequence[AttentionTerm], num_heads: int, rotary: Rotary | None = None
+    ):
         super().__init__()
         maps = [feature_map for term in terms for pair in term.pairs() for feature_map in pair]
         if wrong := [each for each in maps if not may_be_joint(each.component, each.projection)]:
@@ -100,7 +119,7 @@ class JointAttention(nn.Module):
                 "as one normalisation with softmax needs them; expected a component such as 'posrf', 'hyprf' or "
                 "'mixture' over rows of equal weights"
             )
-        self.width, self.sinks = width, sinks
+        self.width, self.sinks, self.rotary = width, sinks, rotary
         factor = torch.zeros(len(terms), num_heads, maps[0].projection.dim + 1)
         factor[..., -1] = -math.log(len(terms))
         self.factor = nn.Parameter(factor)
@@ -116,11 +135,12 @@ class JointAttention(nn.Module):
         causal: bool,
         scaling: float,
         reach: int | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """(B, H, L, D) in the dtype of v. Causal with more keys than queries: the queries are the last positions.
 
         `terms` are those of the constructor. Causal queries that are later in their text than `reach` see no far keys;
-        None for all.
+        None for all. `positions` (B or 1, N) are what keys were turned by, for `rotary`; None for 0, 1, ...
 
         Raises:
             ConfigError: not causal, and not as many keys as queries.
@@ -131,7 +151,7 @@ class JointAttention(nn.Module):
                 f"near field: {q.shape[-2]} queries and {k.shape[-2]} keys; a band needs the same positions on both "
                 "sides"
             )
-        new = self._counted(k, v, mask)
+        new = self._counted(k, v, mask, positions)
         if not causal:
             return self._both_ways(terms, q, new, scaling)
         state = None
@@ -141,7 +161,7 @@ class JointAttention(nn.Module):
             window, sinks = self._with_window(earlier, place, None)
             sums = []
             for term in terms:
-                keys = self._spread(term, window.part(0, before))
+                keys = self._far_keys(term, window.part(0, before))
                 sums.append(key_means(*keys[:2], _maps(term, q, k, None, True, scaling)[1], keys.counts))
             state = JointState(tuple(sums), window.part(before, before + self.width), sinks, place[:, -1])
         return self._behind(terms, q, new.part(before, k.shape[-2]), state, scaling, reach)[0]
@@ -157,6 +177,7 @@ class JointAttention(nn.Module):
         scaling: float,
         kept: KeptMaps | None = None,
         reach: int | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, JointState]:
         """Causal attention of new tokens to each other and to all earlier ones, and the new state, which owns its
         memory.
@@ -164,22 +185,29 @@ class JointAttention(nn.Module):
         `state` is what the call before returned, None at the start; `kept` keeps logarithms from call to call; the rest
         is as in `forward`.
         """
-        out, (sums, *near, place) = self._behind(terms, q, self._counted(k, v, mask), state, scaling, reach, kept)
-        band, sinks = (Kept(each.keys.clone(), each.values.clone(), each.counts.clone()) for each in near)
+        if positions is None and state is not None:
+            positions = state.place[:, None] + torch.arange(k.shape[-2], device=k.device)
+        new = self._counted(k, v, mask, positions)
+        out, (sums, band, sinks, place) = self._behind(terms, q, new, state, scaling, reach, kept)
         owned = (KeyMeans(each.values.clone(), each.log_weight.clone()) for each in sums)
-        return out, JointState(tuple(owned), band, sinks, place)
+        return out, JointState(tuple(owned), band.owned(), sinks.owned(), place)
 
-    def _counted(self, k: Tensor, v: Tensor, mask: Tensor | None) -> Kept:
+    def _counted(self, k: Tensor, v: Tensor, mask: Tensor | None, positions: Tensor | None) -> Kept:
         every = torch.ones(k.shape[0], k.shape[-2], dtype=torch.bool, device=k.device) if mask is None else mask
-        return Kept(k, v, every)
+        if self.rotary is None:
+            return Kept(k, v, every)
+        if positions is None:
+            positions = torch.arange(k.shape[-2], device=k.device)[None]
+        return Kept(k, v, every, positions.expand(k.shape[0], -1))
 
     def _with_window(self, new: Kept, place: Tensor, state: JointState | None) -> tuple[Kept, Kept]:
         """The last `width` keys and the new ones, without sinks; and the sinks. `place` (B, L) counts from 1 on."""
-        k, v, counts = new
+        k, v, counts = new[:3]
         batch, groups = k.shape[:2]
         if state is None:
             empty = [t.new_zeros(batch, groups, self.width + self.sinks, t.shape[-1]) for t in (k, v)]
-            nothing = Kept(empty[0], empty[1], counts.new_zeros(batch, self.width + self.sinks))
+            at = None if new.positions is None else new.positions.new_zeros(batch, self.width + self.sinks)
+            nothing = Kept(empty[0], empty[1], counts.new_zeros(batch, self.width + self.sinks), at)
             band, sinks = nothing.part(0, self.width), nothing.part(self.width, self.width + self.sinks)
         else:
             band, sinks = state.band, state.sinks
@@ -193,7 +221,7 @@ class JointAttention(nn.Module):
                 for old, t in ((sinks.keys, k), (sinks.values, v))
             )
             sinks = Kept(keys, values, sinks.counts | there)
-        return band.and_then(Kept(k, v, counts & (place > self.sinks))), sinks
+        return band.and_then(new._replace(counts=counts & (place > self.sinks))), sinks
 
     def _behind(
         self,
@@ -213,11 +241,12 @@ class JointAttention(nn.Module):
         window, sinks = self._with_window(new, place, state)
         beside = Sinks(sinks.keys, sinks.values, place) if self.sinks else None
         fields, sums = [], []
+        far_q = q if self.rotary is None or new.positions is None else self.rotary.queries(q, new.positions)
         for number, term in enumerate(terms):
             given = None if state is None else state.sums[number]
             maps = _maps(term, q, new.keys, None, True, scaling, kept)
             out, weights, behind = self._far(
-                number, maps, q, self._spread(term, window.part(0, length)), given, scaling
+                number, maps, far_q, self._far_keys(term, window.part(0, length)), given, scaling
             )
             if reach is not None:
                 weights = weights.masked_fill((place > reach).unsqueeze(1), ABSENT)
@@ -231,6 +260,7 @@ class JointAttention(nn.Module):
 
     def _both_ways(self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, scaling: float) -> Tensor:
         """Every query sees every key."""
+        assert self.rotary is None  # the part plans it for causal attention alone
         length = q.shape[-2]
         place = new.counts.cumsum(-1)
         late, sinks = self._with_window(new, place, None)
@@ -239,7 +269,7 @@ class JointAttention(nn.Module):
         fields = []
         early = late.part(0, self.width).and_then(own.reversed())
         # Both directions as one batch: half as many operations, each of which a graph takes long to trace.
-        both = Kept(*map(torch.cat, zip(late.part(0, length), early.part(0, length), strict=True)))
+        both = Kept(*map(torch.cat, zip(late.part(0, length)[:3], early.part(0, length)[:3], strict=True)))
         queries = torch.cat((q, q.flip(-2)))
         for number, term in enumerate(terms):
             maps = _maps(term, q, self._spread(term, new).keys, new.counts, False, scaling)
@@ -266,6 +296,12 @@ class JointAttention(nn.Module):
             factor = torch.einsum("bhld,hd->bhl", q, own[:, :-1] * scaling**0.5) + own[:, None, -1]
             common = common_logarithm(q, maps[0], far.keys.shape[1])
             return out, weights.squeeze(-1) + common + factor, behind
+
+    def _far_keys(self, term: AttentionTerm, far: Kept) -> Kept:
+        """What the far field sees of keys."""
+        if self.rotary is not None and far.positions is not None:
+            far = far._replace(keys=self.rotary.keys(far.keys, far.positions))
+        return self._spread(term, far)
 
     def _spread(self, term: AttentionTerm, far: Kept) -> Kept:
         """Keys and values once per query head, where maps are those of query heads."""

@@ -5,6 +5,8 @@
     out      w₀ · softmax over the band + Σ_r w_r · term r          (FMMformer)
     out      near field and terms under one normalisation           (layers/joint_attention.py)
 
+Key heads in `full_heads` keep softmax over all their keys, exactly; what follows is about the others.
+
 All w > 0 are learned per head, w = softplus(blend). The temperature is split: queries and keys are both multiplied by
 √scaling, so that a softmax component estimates e^{scaling · q·k}. Shapes: q (B, H, L, d), k and v (B, G, N, d), H a
 multiple of G; mask (B, N) -> (B, H, L, D). Cost: that of each term, and of the band.
@@ -12,7 +14,8 @@ multiple of G; mask (B, N) -> (B, H, L, D). Cost: that of each term, and of the 
 Token by token (`continue_attention`), the state does not grow with the number of tokens: S_i = S_{i-1} + ψ(k_i) v_iᵀ,
 z_i = z_{i-1} + ψ(k_i), out_i = φ(q_i) S_i / φ(q_i) z_i (Katharopoulos et al. 2020), and with a near field of width w
 the last w − 1 keys and values as they are (with one normalisation, the last w and the sinks). Per example and key head
-these are m·(D + 1) values for the sums, in at least fp32, and (w − 1)·(d + D) for the band.
+these are m·(D + 1) values for the sums, in at least fp32, and (w − 1)·(d + D) for the band. Full heads keep all their
+keys and values.
 """
 
 from __future__ import annotations
@@ -28,11 +31,14 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.at_hand import tensors_at_hand
 from snnk_peft.functional.near_field import banded_softmax_attention
+from snnk_peft.functional.pairwise import causal_softmax_attention
 from snnk_peft.functional.precision import wide
+from snnk_peft.functional.rotary import Rotary
 from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps, State
-from snnk_peft.layers.joint_attention import JointAttention, JointState
+from snnk_peft.layers.joint_attention import JointAttention, JointState, Kept
 
 EXPLICIT = 2048  # keys up to which attention weights are formed on request
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some heads
 
 
 class KernelAttention(nn.Module):
@@ -40,12 +46,14 @@ class KernelAttention(nn.Module):
 
     Args:
         terms: what is summed, one term or more. A list of feature maps, one or one per key head, is one term.
-        num_heads: H, number of query heads.
+        num_heads: H, number of query heads with linear attention.
         near_field: width of the exact band (1 is the diagonal alone), or None for no band.
         joint: band and terms under one normalisation, instead of a blend of their results.
         sinks: how many of the first keys are exact as well; joint only.
         fitted_length: tokens of the longest text that the feature maps were fitted to, or None: beyond it, causal
-            attention gives near keys and sinks alone, or if it has none, nothing.
+            attention gives near keys and sinks alone, or if it has none, nothing. With `rotary` it is only told.
+        rotary: takes the positions off queries and keys of the far field, or None; joint and causal only.
+        full_heads: indices of key heads that keep softmax, with the query heads that share them; causal only.
 
     Attributes:
         joint: what joins band and terms, or None for a blend.
@@ -66,9 +74,11 @@ class KernelAttention(nn.Module):
         joint: bool = False,
         sinks: int = 0,
         fitted_length: int | None = None,
+        rotary: Rotary | None = None,
+        full_heads: Sequence[int] = (),
     ):
         super().__init__()
-        self.fitted_length = fitted_length
+        self.fitted_length, self.full_heads = fitted_length, tuple(sorted(full_heads))
         given = [term for term in terms if isinstance(term, AttentionTerm)]
         maps = [feature_map for feature_map in terms if isinstance(feature_map, FeatureMap)]
         if len(terms) not in (len(given), len(maps)):
@@ -81,7 +91,7 @@ class KernelAttention(nn.Module):
         self.joint: JointAttention | None = None
         self.blend: nn.Parameter | None = None
         if joint and near_field is not None:
-            self.joint = JointAttention(near_field, sinks, self._terms(), num_heads)
+            self.joint = JointAttention(near_field, sinks, self._terms(), num_heads, rotary)
             return
         if joint or sinks:
             raise ConfigError(
@@ -111,21 +121,68 @@ class KernelAttention(nn.Module):
         *,
         causal: bool = False,
         scaling: float | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """(B, H, L, D). Causal with more keys than queries: the queries are the last positions (a cache).
 
-        `scaling` is the softmax temperature's factor on q·k; None for d^-½.
+        `scaling` is the softmax temperature's factor on q·k; None for d^-½. `positions` (B or 1, L) are those of the
+        queries' tokens, None for the last of 0, 1, ...; rotary positions are taken off by them.
 
         Raises:
             ConfigError: a scaling that is not positive.
-            UnsupportedError: without a near field, a text longer than those that the maps were fitted to.
+            UnsupportedError: without a near field, a text longer than those that the maps were fitted to; full heads
+                in attention that is not causal.
         """
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         if scaling <= 0:
             raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
+        if not self.full_heads:
+            return self._linear(q, k, v, mask, causal=causal, scaling=scaling, positions=positions)
+        if not causal:
+            raise UnsupportedError("full_heads are for causal attention; leave them out for an encoder")
+        full, (q, k, v) = self.split(q, k, v)
+        whole = causal_softmax_attention(*full, mask, scaling)
+        return self.joined(whole, self._linear(q, k, v, mask, causal=True, scaling=scaling, positions=positions))
+
+    def split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Heads, Heads]:
+        """Queries, keys and values of the full heads, and those of the others."""
+        grouped = q.unflatten(1, (k.shape[1], -1))
+        full, rest = ((grouped[:, heads].flatten(1, 2), k[:, heads], v[:, heads]) for heads in self._heads(k.shape[1]))
+        return full, rest
+
+    def joined(self, whole: Tensor, rest: Tensor) -> Tensor:
+        """Results of the full heads and of the others, (B, ·, L, D), in the order of the layer's heads."""
+        count = len(self.full_heads)
+        repeats = whole.shape[1] // count
+        both = torch.cat((whole, rest.to(whole.dtype)), 1).unflatten(1, (-1, repeats))
+        full, others = self._heads(both.shape[1])
+        place = {head: index for index, head in enumerate((*full, *others))}
+        return both[:, [place[head] for head in range(len(place))]].flatten(1, 2)
+
+    def _heads(self, groups: int) -> tuple[list[int], list[int]]:
+        """Key heads with softmax, and those with linear attention."""
+        return list(self.full_heads), [head for head in range(groups) if head not in self.full_heads]
+
+    def _linear(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        *,
+        causal: bool,
+        scaling: float,
+        positions: Tensor | None,
+    ) -> Tensor:
+        """`forward` of the heads that are not full."""
         if self.joint is not None:
-            reach = self.fitted_length
-            return self.joint(self._terms(), q, k, v, mask, causal=causal, scaling=scaling, reach=reach)
+            if positions is not None and k.shape[-2] != q.shape[-2]:
+                before = k.shape[-2] - q.shape[-2]
+                earlier = positions[:, :1] + torch.arange(-before, 0, device=q.device)
+                positions = torch.cat((earlier, positions), -1)
+            return self.joint(
+                self._terms(), q, k, v, mask, causal=causal, scaling=scaling, reach=self.reach, positions=positions
+            )
         if causal:
             self.check_length(k.shape[-2], mask)
         root = scaling**0.5
@@ -139,6 +196,11 @@ class KernelAttention(nn.Module):
             fields.append(term(q, k, v, mask, causal=causal, root=root)[0])
         return self.blended(fields)
 
+    @property
+    def reach(self) -> int | None:
+        """Tokens behind which far keys no longer count, or None."""
+        return None if self.joint is not None and self.joint.rotary is not None else self.fitted_length
+
     def check_length(self, length: int, mask: torch.Tensor | None) -> None:
         """Check that causal attention over texts of this length, padding included, is within the fitted length.
 
@@ -148,13 +210,14 @@ class KernelAttention(nn.Module):
         Raises:
             UnsupportedError: there are no others.
         """
-        if self.fitted_length is None or torch.compiler.is_compiling() or length <= self.fitted_length:
+        reach = self.reach
+        if reach is None or torch.compiler.is_compiling() or length <= reach:
             return
         longest = length if mask is None else int(mask.sum(-1).max())  # padding is no text
-        if longest <= self.fitted_length:
+        if longest <= reach:
             return
         told = (
-            f"linear attention was fitted (calibrate) to texts of at most {self.fitted_length} tokens, and what it "
+            f"linear attention was fitted (calibrate) to texts of at most {reach} tokens, and what it "
             "gives beyond them is wrong by orders of magnitude: positions there are unlike all that was seen"
         )
         remedy = "Calibrate on texts as long as those that the model will read"
@@ -183,6 +246,7 @@ class KernelAttention(nn.Module):
         *,
         causal: bool = False,
         scaling: float | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the weights (B, H, L, N) that `forward` multiplies the values with.
 
@@ -200,7 +264,7 @@ class KernelAttention(nn.Module):
                 "output_attentions out"
             )
         units = torch.eye(count, dtype=wide(q).dtype, device=q.device).expand(*k.shape[:2], -1, -1)
-        return self(q, k, units, mask, causal=causal, scaling=scaling).to(q.dtype)
+        return self(q, k, units, mask, causal=causal, scaling=scaling, positions=positions).to(q.dtype)
 
 
 class Band(NamedTuple):
@@ -220,6 +284,24 @@ class KernelState(NamedTuple):
     band: Band | None
 
 
+LinearState = KernelState | JointState
+
+
+class FullState(NamedTuple):
+    """All keys and values of full heads, and the state of the others.
+
+    Attributes:
+        every: True if all tokens counted so far.
+    """
+
+    whole: Kept
+    rest: LinearState
+    every: bool
+
+
+AttentionMemory = LinearState | FullState
+
+
 @tensors_at_hand
 def continue_attention(
     kernel: KernelAttention,
@@ -227,11 +309,12 @@ def continue_attention(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None = None,
-    state: KernelState | JointState | None = None,
+    state: AttentionMemory | None = None,
     *,
     scaling: float | None = None,
     kept: KeptMaps | None = None,
-) -> tuple[Tensor, KernelState | JointState]:
+    positions: Tensor | None = None,
+) -> tuple[Tensor, AttentionMemory]:
     """Causal attention of new tokens to each other and to all earlier ones.
 
     Args:
@@ -241,6 +324,7 @@ def continue_attention(
         state: what the call before returned; None at the start.
         scaling: factor on q·k; None for d^-½.
         kept: where the caller keeps the feature maps' logarithms from call to call, while no weight changes; or None.
+        positions: (B or 1, L), of the new tokens; None to count those that the mask counts.
 
     Returns:
         (B, H, L, D), equal to the last L rows of the kernel's causal attention over all tokens, and the new state. Its
@@ -253,10 +337,52 @@ def continue_attention(
     scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
     if scaling <= 0:
         raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
+    if kernel.full_heads:
+        return _continue_with_full_heads(
+            kernel, q, k, v, mask, cast("FullState | None", state), scaling, kept, positions
+        )
+    return _continue_linear(kernel, q, k, v, mask, cast("LinearState | None", state), scaling, kept, positions)
+
+
+def _continue_with_full_heads(
+    kernel: KernelAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    state: FullState | None,
+    scaling: float,
+    kept: KeptMaps | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, FullState]:
+    (whole_q, whole_k, whole_v), (q, k, v) = kernel.split(q, k, v)
+    counts = torch.ones(k.shape[0], k.shape[-2], dtype=torch.bool, device=k.device) if mask is None else mask
+    whole = Kept(whole_k, whole_v, counts)
+    if state is not None:
+        whole = state.whole.and_then(whole)
+    # A mask that hides nothing costs time, and looking costs an accelerator more.
+    hides = mask is not None or (state is not None and not state.every)
+    out = causal_softmax_attention(whole_q, whole.keys, whole.values, whole.counts if hides else None, scaling)
+    before = None if state is None else state.rest
+    rest, behind = _continue_linear(kernel, q, k, v, mask, before, scaling, kept, positions)
+    return kernel.joined(out, rest), FullState(whole, behind, not hides)
+
+
+def _continue_linear(
+    kernel: KernelAttention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    state: LinearState | None,
+    scaling: float,
+    kept: KeptMaps | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, LinearState]:
     if kernel.joint is not None:
         terms = [cast(AttentionTerm, term) for term in kernel.terms]
-        earlier, reach = cast("JointState | None", state), kernel.fitted_length
-        return kernel.joint.continued(terms, q, k, v, mask, earlier, scaling, kept, reach)
+        earlier = cast("JointState | None", state)
+        return kernel.joint.continued(terms, q, k, v, mask, earlier, scaling, kept, kernel.reach, positions)
     state = cast("KernelState | None", state)
     root = scaling**0.5
     fields, band = [], None

@@ -53,6 +53,7 @@ class NearScores(NamedTuple):
         far: bool, (B, 1, L, N), True where a query sees a key that is not near.
         near: likewise, of near ones.
         counted: bool, (B, L), False at padding.
+        far_q, far_k: what the far field reads in place of q and k, where it reads them without their positions.
     """
 
     q: Tensor
@@ -62,6 +63,13 @@ class NearScores(NamedTuple):
     far: Tensor
     near: Tensor
     counted: Tensor
+    far_q: Tensor | None = None
+    far_k: Tensor | None = None
+
+    @property
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys of the far field."""
+        return self.q if self.far_q is None else self.far_q, self.k if self.far_k is None else self.far_k
 
     @classmethod
     def of(cls, scores: Scores, width: int, sinks: int) -> NearScores:
@@ -85,7 +93,8 @@ class NearScores(NamedTuple):
             return self
         chosen = torch.randperm(self.q.shape[-2], generator=generator)[:most].sort().values.to(self.q.device)
         q, out, far, near = (each[:, :, chosen] for each in (self.q, self.out, self.far, self.near))
-        return self._replace(q=q, out=out, far=far, near=near, counted=self.counted[:, chosen])
+        far_q = None if self.far_q is None else self.far_q[:, :, chosen]
+        return self._replace(q=q, out=out, far=far, near=near, counted=self.counted[:, chosen], far_q=far_q)
 
     @property
     def affected(self) -> Tensor:
@@ -117,9 +126,11 @@ def joint_centroids(batches: Sequence[NearScores], rows: int, queries: int, gene
     """
     far = [each for each in batches if bool(each.affected.any())]
     # One "group" per query head: what `key_moments` takes for a key that counts is one that is far for some query.
-    given = [Scores(s.q.unsqueeze(2), s.k, s.v, s.out.unsqueeze(2), s.far.unsqueeze(1), s.counted) for s in far]
+    given = [
+        Scores(s.read[0].unsqueeze(2), s.read[1], s.v, s.out.unsqueeze(2), s.far.unsqueeze(1), s.counted) for s in far
+    ]
     mean, covariance = key_moments(given)
-    found = torch.cat([each.q.transpose(0, 1)[:, each.affected] for each in far], 1)
+    found = torch.cat([each.read[0].transpose(0, 1)[:, each.affected] for each in far], 1)
     chosen = torch.randperm(found.shape[1], generator=generator)[:queries].to(found.device)
     maps = centroids(found[:, chosen], mean, covariance, rows, generator)
     factor = maps.query_rows.new_zeros(len(mean), mean.shape[-1] + 1)
@@ -128,8 +139,9 @@ def joint_centroids(batches: Sequence[NearScores], rows: int, queries: int, gene
 
 def far_logarithms(maps: JointMaps, scores: NearScores) -> Tensor:
     """log Σ_r φ_r(q) e^{c_r·k} without g, (B, H, L, N); of all pairs, whoever sees whom."""
-    phi = (scores.q @ maps.query_rows.mT + maps.query_bias.unsqueeze(-2)).log_softmax(-1)
-    psi = scores.k @ maps.key_rows.mT
+    q, k = scores.read
+    phi = (q @ maps.query_rows.mT + maps.query_bias.unsqueeze(-2)).log_softmax(-1)
+    psi = k @ maps.key_rows.mT
     top = psi.detach().amax(-2, keepdim=True)
     logs = phi + top
     most = logs.detach().amax(-1, keepdim=True)
@@ -138,7 +150,7 @@ def far_logarithms(maps: JointMaps, scores: NearScores) -> Tensor:
 
 def joint_logarithms(maps: JointMaps, scores: NearScores, exact: Tensor, far: Tensor) -> Tensor:
     """Logarithms of all weights, normalised: the exact ones of near keys, and those of the maps of far keys."""
-    factor = scores.q @ maps.factor[:, :-1, None] + maps.factor[:, None, -1:]
+    factor = scores.read[0] @ maps.factor[:, :-1, None] + maps.factor[:, None, -1:]
     return torch.where(scores.far, far + factor, exact).log_softmax(-1)
 
 
@@ -196,7 +208,7 @@ def best_joint(maps: JointMaps, batches: Sequence[NearScores]) -> JointMaps:
         return rows([each.masked_fill(~s.far, ABSENT).logsumexp(-1) for each, s in zip(logs, batches, strict=True)])
 
     share = rows([(e.weights * s.far).sum(-1) for e, s in zip(exact, batches, strict=True)])
-    q, total = rows([s.q for s in batches]), far_sums([e.logs for e in exact])
+    q, total = rows([s.read[0] for s in batches]), far_sums([e.logs for e in exact])
     tried, found = [], []
     for tau in TEMPERATURES:
         sharp = maps.sharpened(tau)

@@ -29,8 +29,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from snnk_peft.digests import tensor_digest, value_digest
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.attention_term import KeptMaps
-from snnk_peft.layers.joint_attention import JointState
-from snnk_peft.layers.kernel_attention import KernelAttention, KernelState, continue_attention
+from snnk_peft.layers.kernel_attention import AttentionMemory, KernelAttention, continue_attention
 from snnk_peft.parts.attention.interface import CACHE_LAYER, NAME, active_kernel, is_linear
 
 GROWING = "past_key_values=transformers.DynamicCache(config=model.config)"  # what to pass where sums are not enough
@@ -81,7 +80,7 @@ class RecurrentCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers: constant if all are linear."""
+        """Bytes of all layers: constant if all are linear and no head keeps softmax."""
         own = sum(layer.nbytes for layer in self.layers if isinstance(layer, RecurrentLayer))
         kept = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
         return own + sum(tensor.untyped_storage().nbytes() for tensor in kept if tensor is not None)
@@ -178,7 +177,8 @@ class RecurrentLayer(CacheLayerMixin):
     """The cache of one layer with linear attention: sums over all keys so far, in at least fp32.
 
     Attributes:
-        state: the sums, the last keys and values of a near field, and its sinks; None before the first token.
+        state: the sums, the last keys and values of a near field, its sinks, and all keys and values of the heads that
+            keep softmax; None before the first token.
     """
 
     is_sliding = False
@@ -187,7 +187,7 @@ class RecurrentLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: KernelState | JointState | None = None
+        self.state: AttentionMemory | None = None
         self._seen = 0
         self._attended = True
         self._made_by: KernelRef | None = None
@@ -231,6 +231,7 @@ class RecurrentLayer(CacheLayerMixin):
         *,
         causal: bool,
         scaling: float | None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Attention of the new tokens to all tokens so far; the state then includes them.
 
@@ -242,6 +243,7 @@ class RecurrentLayer(CacheLayerMixin):
             mask: (B, earlier + L) bool, True where a key counts; its end is about the new keys.
             causal: must be True.
             scaling: factor on q·k; None for d^-½.
+            positions: (B or 1, L) of the new tokens.
 
         Returns:
             (B, H, L, D).
@@ -264,7 +266,7 @@ class RecurrentLayer(CacheLayerMixin):
             raise UnsupportedError("a RecurrentCache needs causal attention; this layer also attends to later tokens")
         own = None if mask is None else mask[:, mask.shape[1] - key.shape[-2] :]
         out, self.state = continue_attention(
-            kernel, query, key, value, own, self.state, scaling=scaling, kept=self._maps
+            kernel, query, key, value, own, self.state, scaling=scaling, kept=self._maps, positions=positions
         )
         self._made_by = KernelRef(kernel)
         self._attended = True

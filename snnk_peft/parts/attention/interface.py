@@ -21,6 +21,7 @@ from transformers.utils import output_capturing
 
 from snnk_peft.errors import UnsupportedError
 from snnk_peft.functional.blocks import takes_blocks
+from snnk_peft.functional.pairwise import pairwise_mask
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.parts.attention.masks import (
     NUMBERS,
@@ -31,7 +32,7 @@ from snnk_peft.parts.attention.masks import (
     refuse_narrow_band,
     refuse_restarts,
 )
-from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_attention
+from snnk_peft.parts.attention.softmax import softmax_attention
 
 __all__ = ["NAME", "kernel_attention_forward", "padding_mask", "pairwise_mask"]
 
@@ -131,6 +132,7 @@ def kernel_attention_forward(
     seen = seen if attention_mask is None else attention_mask.shape[1]
     window = band_width(module, kwargs, seen)
     documents = packed_documents(attention_mask, query, key, kwargs)
+    positions = token_positions(kwargs.get("position_ids"), query, seen)
     if kernel is not None:
         refuse_narrow_band(module, kernel.near_field, window, seen)
         if causal and attention_mask is None and documents is None:
@@ -150,7 +152,9 @@ def kernel_attention_forward(
                 "which keeps no keys that they could belong to; pass "
                 "past_key_values=transformers.DynamicCache(config=model.config), or leave output_attentions out"
             )
-        out = recurrent.attend(kernel, query, key, value, attention_mask, causal=causal, scaling=scaling)
+        out = recurrent.attend(
+            kernel, query, key, value, attention_mask, causal=causal, scaling=scaling, positions=positions
+        )
         return out.transpose(1, 2).contiguous(), None
     attend: Any
     if kernel is None:
@@ -160,7 +164,17 @@ def kernel_attention_forward(
     if documents is not None:
         return attend_per_document(lambda *tensors: attend(*tensors)[0], documents, query, key, value), None
     key, value, mask = fitted_to_mask(key, value, attention_mask, all_needed=kernel is not None)
+    if kernel is not None:
+        attend = partial(attend, positions=positions)
     return attend(query, key, value, mask, weights_wanted=weights_wanted)
+
+
+def token_positions(position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
+    """(B or 1, L), the positions that the model gave the queries' tokens, the last ones of those seen."""
+    length = query.shape[2]
+    if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == length:
+        return position_ids
+    return torch.arange(seen - length, seen, device=query.device)[None]
 
 
 def kernel_attention(
@@ -173,10 +187,12 @@ def kernel_attention(
     scaling: float | None,
     causal: bool,
     weights_wanted: bool = False,
+    positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(B, L, H, D), and the weights (B, H, L, N) or None; the arguments are those of `softmax_attention`."""
-    out = kernel(query, key, value, mask, causal=causal, scaling=scaling)
-    weights = kernel.weights(query, key, mask, causal=causal, scaling=scaling) if weights_wanted else None
+    options: dict[str, Any] = {"causal": causal, "scaling": scaling, "positions": positions}
+    out = kernel(query, key, value, mask, **options)
+    weights = kernel.weights(query, key, mask, **options) if weights_wanted else None
     return out.transpose(1, 2).contiguous(), weights
 
 

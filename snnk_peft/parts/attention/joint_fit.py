@@ -13,7 +13,7 @@ import torch
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.parts.attention.fit import MOST, QUERIES, TRIED, AttentionFitter
-from snnk_peft.parts.attention.recording import Sample
+from snnk_peft.parts.attention.recording import Recorded, Sample
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.centroids import Centroids
 from snnk_peft.solvers.centroids import descend
@@ -47,7 +47,7 @@ class JointFitter(AttentionFitter):
     def _maps(self, train: Sample, generator: torch.Generator) -> JointMaps:  # type: ignore[override]
         joint = self.kernel.joint
         assert joint is not None
-        batches = [NearScores.of(recorded.scores(), joint.width, joint.sinks) for recorded in train]
+        batches = [self._scores(recorded) for recorded in train]
         batches = [each for each in batches if bool(each.affected.any())]
         longest = self.longest
         if not batches:
@@ -56,7 +56,7 @@ class JointFitter(AttentionFitter):
                 f"sinks={joint.sinks} of each other, so nothing shows how far keys are attended to; expected sequences "
                 f"longer than {joint.width + joint.sinks}. Give longer ones, or a narrower near_field"
             )
-        if self.room is not None and longest < self.room:
+        if self.room is not None and longest < self.room and joint.rotary is None:
             self.remark = (
                 f"the longest sequence that the far field was fitted to has {longest} tokens, and the model takes "
                 f"{self.room}. Queries and keys of later positions are unlike all that was seen, and far keys may do "
@@ -72,7 +72,26 @@ class JointFitter(AttentionFitter):
 
         steps = self.options.steps
         maps = descend(maps, lambda tried: joint_divergence(tried, some()).sum(), steps - steps // 2)
-        return descend(maps, lambda tried: joint_output_error(tried, some(), self.weight), steps // 2)
+        return descend(maps, lambda tried: joint_output_error(tried, some(), self._columns()), steps // 2)
+
+    def _scores(self, recorded: Recorded) -> NearScores:
+        """Of the heads that become linear."""
+        joint, own = self.kernel.joint, recorded.of_others(self.kernel)
+        assert joint is not None
+        found = NearScores.of(own.scores(), joint.width, joint.sinks)
+        if joint.rotary is None:
+            return found
+        at = torch.arange(own.q.shape[2], device=own.q.device)[None] if own.positions is None else own.positions
+        return found._replace(far_q=joint.rotary.queries(found.q, at), far_k=joint.rotary.keys(found.k, at))
+
+    def _columns(self) -> torch.Tensor | None:
+        """Those of the output projection that read the heads that become linear."""
+        if self.weight is None or not self.kernel.full_heads:
+            return self.weight
+        config = self.module.config
+        by_head = self.weight.unflatten(1, (config.num_key_value_heads, -1))
+        kept = [head for head in range(by_head.shape[1]) if head not in self.kernel.full_heads]
+        return by_head[:, kept].flatten(1)
 
     def _divergence(self, sample: Sample) -> float:
         joint = self.kernel.joint
@@ -87,7 +106,7 @@ class JointFitter(AttentionFitter):
         )  # the same queries before and after
         total, count = 0.0, 0
         for recorded in sample:
-            scores = NearScores.of(recorded.scores(), joint.width, joint.sinks)
+            scores = self._scores(recorded)
             scores = scores.some(most_queries(scores), generator)
             affected = int(scores.affected.sum())
             total += float(joint_divergence(maps, scores).mean()) * affected

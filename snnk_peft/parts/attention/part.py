@@ -18,6 +18,7 @@ from torch import nn
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
 from snnk_peft.families.base import module_at
+from snnk_peft.functional.rotary import Rotary
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import Slot
@@ -25,6 +26,7 @@ from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.attention.cache import release_recurrent_cache
 from snnk_peft.parts.attention.fit import HeadsReader
+from snnk_peft.parts.attention.rotary import rotary_of
 from snnk_peft.parts.attention.slots import Attend, FittedAttend
 from snnk_peft.parts.attention.supported import check_attention, near_field_faults
 from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, resolve_layers
@@ -95,6 +97,18 @@ class AttentionPart(FeaturePart):
         low=0,
         high=1 << 20,
     )
+    full_heads: list[list[int]] = option(
+        list,
+        "key heads that keep softmax over all their keys, as pairs [layer, key head]: what a decoder recalls from far "
+        'back. Their keys stay in the cache. With "joint".',
+        checked=False,
+    )
+    position_free: bool = option(
+        False,
+        "take rotary positions off the far field's queries and keys, as if each query saw all far keys from one "
+        "distance, near_field: centroids of turned queries hold absolute positions, and are wrong beyond those that "
+        'were fitted. With "joint", in decoders; nothing changes without rotary positions.',
+    )
     fitted_length: int | None = option(
         None,
         "tokens of the longest text that `calibrate` fitted the far field to; written by `calibrate`. Beyond it, a "
@@ -120,6 +134,7 @@ class AttentionPart(FeaturePart):
                 f"{part}.projection is {self.projection!r}; attention replaces no pretrained weight to take rows from"
             )
         faults += self._separation_faults(part) + self._fit_faults(part) + near_field_faults(self, part)
+        faults += self._head_faults(part)
         if not isinstance(self.sum_of, (list, tuple)):
             return [*faults, f"{part}.sum_of is {self.sum_of!r}; expected a list of dicts, one for each further map"]
         wrong = self._sum_faults(part)
@@ -136,6 +151,22 @@ class AttentionPart(FeaturePart):
             "draw would stay equal, and two independent draws estimate no kernel; use separate_maps=False or one of "
             f"the learned projections, {learned}"
         ]
+
+    def _head_faults(self, part: str) -> list[str]:
+        faults = []
+        given = [name for name in ("full_heads", "position_free") if getattr(self, name)]
+        if given and not (self.joint and self.near_field is not None):
+            faults.append(
+                f"{part}.{given[0]} is given without a near field under one normalisation; expected beside it "
+                "near_field=64, say, and near_field_normalisation='joint'"
+            )
+        pairs = self.full_heads if isinstance(self.full_heads, (list, tuple)) else [self.full_heads]
+        wrong = [pair for pair in pairs if not _is_pair(pair)]
+        if wrong:
+            faults.append(f"{part}.full_heads holds {wrong[0]!r}; expected pairs of integers >= 0, [layer, key head]")
+        elif len({tuple(pair) for pair in pairs}) < len(pairs):
+            faults.append(f"{part}.full_heads names a head twice; expected each pair [layer, key head] once")
+        return faults
 
     @property
     def fitted(self) -> bool:
@@ -191,6 +222,7 @@ class AttentionPart(FeaturePart):
     def terms(self) -> list[AttentionPart]:
         """One part per feature map of the sum: this one, then those of `sum_of` with what they leave out filled in."""
         alone: dict[str, Any] = {"near_field": None, "near_field_normalisation": "blend", "sinks": 0}
+        alone |= {"full_heads": [], "position_free": False}
         own = dataclasses.replace(self, sum_of=[], layers="all", **alone)
         result = [own]
         for entry in self.sum_of:
@@ -215,13 +247,41 @@ class AttentionPart(FeaturePart):
         key_heads = getattr(config, "num_key_value_heads", None) or heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         patches = []
+        full = self._full_heads(chosen, key_heads, context)
+        rotary = self._rotary(context) if self.position_free else None
         for index in chosen:
+            if len(full[index]) == key_heads:
+                continue
             readout = self._readout(context, index) if self.fitted and self.refit_output else None
-            build = partial(_attend, context, self, index, (dim, heads, key_heads), readout)
+            build = partial(_attend, context, self, index, (dim, heads, key_heads), readout, full[index], rotary)
             patches.append(Patch(paths[index], build))
             if readout is not None:
                 patches.append(Patch(readout.path, readout.slot, replaces=True))
         return patches
+
+    def _full_heads(self, chosen: list[int], key_heads: int, context: PatchContext) -> dict[int, list[int]]:
+        """Key heads with softmax, by layer."""
+        if self.full_heads and not context.family.causal:
+            raise UnsupportedError(
+                f"{context.where}.full_heads is given, and family {context.family.name!r} is no decoder: its attention "
+                "is not causal. Leave it out"
+            )
+        missing = [pair for pair in self.full_heads if pair[0] not in chosen or pair[1] >= key_heads]
+        if missing:
+            raise ConfigError(
+                f"{context.where}.full_heads names {missing[0]}; expected key heads 0 to {key_heads - 1} of layers "
+                f"that become linear: {', '.join(map(str, chosen))}"
+            )
+        if len(self.full_heads) == len(chosen) * key_heads:
+            raise ConfigError(
+                f"{context.where}.full_heads names every key head of every layer, and nothing would become linear; "
+                "expected fewer"
+            )
+        return {index: sorted(head for layer, head in self.full_heads if layer == index) for index in chosen}
+
+    def _rotary(self, context: PatchContext) -> Rotary | None:
+        assert self.near_field is not None
+        return rotary_of(context.model, context.family, self.near_field, f"{context.where}.position_free")
 
     def _readout(self, context: PatchContext, index: int) -> HeadsReader:
         family = context.family
@@ -247,21 +307,46 @@ class AttentionPart(FeaturePart):
 
 
 def _attend(
-    context: PatchContext, part: AttentionPart, index: int, sizes: tuple[int, int, int], readout: HeadsReader | None
+    context: PatchContext,
+    part: AttentionPart,
+    index: int,
+    sizes: tuple[int, int, int],
+    readout: HeadsReader | None,
+    full: list[int],
+    rotary: Rotary | None,
 ) -> Slot:
     dim, heads, key_heads = sizes
+    repeats = heads // key_heads
+    linear = [head for head in range(key_heads) if head not in full]
     terms = []
     for number, own in enumerate(part.terms()):
         site = f"layer.{index}.attention" + (f".term.{number}" if number else "")
-        separate = heads if own.of_attention and part.joint else key_heads
-        names = [f"{site}.{head}" for head in range(separate)] if own.per_head or own.of_attention else [site]
+        apart: Sequence[int] = linear
+        if own.of_attention and part.joint:  # a map of each query head
+            apart = [repeats * head + query for head in linear for query in range(repeats)]
+        names = [f"{site}.{head}" for head in apart] if own.per_head or own.of_attention else [site]
         sized = dataclasses.replace(own, num_features=_rows(own, dim))
         # Keys of their own start as the same draw, and what is redrawn stays the same for both: same site names.
         queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
         terms.append(AttentionTerm(queries, keys if own.separate_maps or own.of_attention else None))
     near = {"near_field": part.near_field, "joint": part.joint, "sinks": part.sinks}
-    kernel = KernelAttention(terms, heads, fitted_length=part.fitted_length, **near)  # type: ignore[arg-type]
+    kernel = KernelAttention(
+        terms,
+        repeats * len(linear),
+        fitted_length=part.fitted_length,
+        rotary=rotary,
+        full_heads=full,
+        **near,  # type: ignore[arg-type]
+    )
     return FittedAttend(kernel, readout, part) if part.fitted else Attend(kernel)
+
+
+def _is_pair(pair: object) -> bool:
+    return (
+        isinstance(pair, (list, tuple))
+        and len(pair) == 2
+        and all(type(number) is int and number >= 0 for number in pair)
+    )
 
 
 def _rows(part: AttentionPart, dim: int) -> int:

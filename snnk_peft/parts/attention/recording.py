@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from snnk_peft.functional.pairwise import pairwise_mask
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.layers.slots import Given
-from snnk_peft.parts.attention.softmax import pairwise_mask, softmax_weights
+from snnk_peft.parts.attention.softmax import softmax_weights
 from snnk_peft.solvers.centroids import Scores
 from snnk_peft.solvers.reduce import relative_error
 
@@ -28,6 +29,7 @@ class Recorded(NamedTuple):
         mask: (B, N) bool, or None.
         causal: whether a query sees only keys at or before it.
         scaling: factor on q·k.
+        positions: (B or 1, L) of the tokens, or None for 0, 1, ...
         given: weights of the tokens and what is missing behind the output projection, rows as of `rows`; or None.
     """
 
@@ -38,6 +40,7 @@ class Recorded(NamedTuple):
     mask: torch.Tensor | None
     causal: bool
     scaling: float
+    positions: torch.Tensor | None = None
     given: Given | None = None
 
     @property
@@ -63,8 +66,15 @@ class Recorded(NamedTuple):
         return self.rows(self.out)
 
     def linear(self, kernel: KernelAttention) -> torch.Tensor:
-        out = kernel(self.q, self.k, wide(self.v), self.mask, causal=self.causal, scaling=self.scaling)
-        return self.rows(out)
+        options: dict[str, Any] = {"causal": self.causal, "scaling": self.scaling, "positions": self.positions}
+        return self.rows(kernel(self.q, self.k, wide(self.v), self.mask, **options))
+
+    def of_others(self, kernel: KernelAttention) -> Recorded:
+        """Without the heads that keep softmax."""
+        if not kernel.full_heads:
+            return self
+        q, k, v = kernel.split(self.q, self.k, self.v)[1]
+        return self._replace(q=q, k=k, v=v, out=kernel.split(self.out, self.k, self.v)[1][0])
 
 
 class Recorder:
@@ -84,6 +94,7 @@ class Recorder:
         *,
         causal: bool = False,
         scaling: float | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Softmax attention (B, H, L, D); arguments as in `KernelAttention.forward`."""
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -91,7 +102,7 @@ class Recorder:
         keys, values = (repeat_kv(wide(each), q.shape[1] // k.shape[1]) for each in (k, v))
         with full_precision(q):
             out = nn.functional.scaled_dot_product_attention(wide(q), keys, values, attn_mask=pairs, scale=scaling)
-        self.calls.append(Recorded(q, k, v, out, mask, causal, scaling))
+        self.calls.append(Recorded(q, k, v, out, mask, causal, scaling, positions))
         return out.to(q.dtype)
 
 
@@ -150,6 +161,7 @@ class Observer:
         *,
         causal: bool = False,
         scaling: float | None = None,
+        positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Softmax attention (B, H, L, D); arguments as in `KernelAttention.forward`."""
         factor = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -159,7 +171,7 @@ class Observer:
         counted = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
         if mask is not None:
             counted = mask[:, -q.shape[2] :]
-        options: dict[str, Any] = {"causal": causal, "scaling": scaling}
+        options: dict[str, Any] = {"causal": causal, "scaling": scaling, "positions": positions}
         if self.fitting:
             with torch.enable_grad():
                 self.losses.append(self._loss(q, k, v, mask, options, target, out).transpose(1, 2)[counted].mean())

@@ -13,6 +13,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 
 from snnk_peft.functional.backend import exporting
 from snnk_peft.functional.near_field import banded_softmax_attention
+from snnk_peft.functional.pairwise import pairwise_mask
 from snnk_peft.functional.precision import full_precision, wide
 
 
@@ -70,37 +71,3 @@ def softmax_weights(query: torch.Tensor, key: torch.Tensor, pairs: torch.Tensor 
         if pairs is not None:
             scores = scores.masked_fill(~pairs, float("-inf"))
         return scores.softmax(-1).to(query.dtype)
-
-
-def pairwise_mask(
-    mask: torch.Tensor | None,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    causal: bool,
-    window: int | None = None,
-) -> torch.Tensor | None:
-    """The (B, 1, L, N) mask of softmax attention; rows without a key see all (and mean nothing).
-
-    Args:
-        mask: (B, N) bool, True where a key counts, or None.
-        query: (B, H, L, d), the last L positions.
-        key: (B, G, N, d).
-        causal: whether a query sees only keys at or before it.
-        window: a query sees keys at a distance below this, or None for all.
-    """
-    length, keys = query.shape[2], key.shape[2]
-    pairs = None
-    if causal or window is not None:
-        positions = torch.arange(keys, device=query.device)
-        distance = positions[keys - length :, None] - positions  # how far back a key lies
-        pairs = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-        if window is not None:
-            pairs = pairs & (distance.abs() < window)
-        pairs = pairs[None, None]
-    if mask is not None:
-        padded = mask[:, None, None, :]
-        pairs = padded if pairs is None else pairs & padded
-    if pairs is None:
-        return None
-    pairs = pairs.expand(query.shape[0], 1, length, keys)
-    return pairs | ~pairs.any(-1, keepdim=True)

@@ -1,0 +1,263 @@
+"""Which key heads of a decoder need all their keys: what opening a gate per head gains, by one gradient.
+
+    out_h(a) = (1 − a_h) · softmax over window and sinks + a_h · softmax over all keys,      a = ½ everywhere
+    need_h   = −∂/∂a_h KL(original ‖ gated)
+
+once on texts as they are, once on texts in which a passage comes back after another, whose second coming can only be
+predicted by looking back. Both are divided by their sum and added up. No label is read, and no weight changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from snnk_peft.arguments import number_faults
+from snnk_peft.calibrating.batches import Batch
+from snnk_peft.calibrating.guards import evaluating
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.families import family_of
+from snnk_peft.functional.pairwise import causal_softmax_attention, pairwise_mask
+from snnk_peft.parts.attention.interface import NAME
+from snnk_peft.parts.attention.part import AttentionPart
+from snnk_peft.parts.attention.supported import check_attention
+from snnk_peft.projections.base_drawn import site_generator
+
+LENGTH = 1024  # tokens of a text as it is
+PASSAGE, BETWEEN = 64, 640  # tokens that come back, and of what stands between
+KNOWN = 16  # tokens of a passage by which it is recognised
+DRAWS = 2  # texts of either kind
+
+
+FEATURES = 16  # of each query head in `cache_part`
+
+
+def cache_part(
+    model: nn.Module, batches: Sequence[Batch], share: float, *, seed: int = 0, progress: bool = True
+) -> AttentionPart:
+    """Return what keeps a share of a decoder's cache: a few full heads, and window, sinks and features elsewhere.
+
+    Args:
+        model, batches, seed, progress: as in `choose_full_heads`.
+        share: of the bytes that keys and values take behind the longest text that the model reads, in (0, 1).
+
+    Raises:
+        ConfigError: a share that window, sinks and features alone exceed; and as `choose_full_heads`.
+    """
+    family = family_of(model)
+    config: Any = family.config_of(model)
+    if faults := number_faults("cache", share, above=0, below=1):
+        raise ConfigError(faults)
+    part = AttentionPart(
+        component="mixture",
+        projection="centroids",
+        num_features=FEATURES,
+        near_field=64,
+        near_field_normalisation="joint",
+        sinks=4,
+        position_free=True,
+        refit_output=False,
+    )
+    length = getattr(config, "max_position_embeddings", None) or max(batch["input_ids"].shape[-1] for batch in batches)
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    bytes_of_token = 2 * dim * next(model.parameters()).element_size()
+    sums = FEATURES * (heads // groups) * (dim + 1) * 4  # in fp32
+    least = (part.near_field + part.sinks + sums / bytes_of_token) / length  # type: ignore[operator]
+    if share <= least:
+        raise ConfigError(
+            f"cache is {share}; window, sinks and features of every head take {least:.3f} of the keys and values of "
+            f"{length} tokens. Expected more"
+        )
+    full = (share - least) / (1 - least)
+    near: dict[str, Any] = {"near_field": part.near_field, "sinks": part.sinks}
+    return replace(part, full_heads=choose_full_heads(model, batches, full, **near, seed=seed, progress=progress))
+
+
+def choose_full_heads(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    share: float,
+    *,
+    near_field: int = 64,
+    sinks: int = 4,
+    seed: int = 0,
+    progress: bool = True,
+) -> list[list[int]]:
+    """Return the key heads of a decoder that recall from far back, for `AttentionPart(full_heads=...)`.
+
+    Args:
+        model: a causal language model of transformers, as it was pretrained. It is left as it was.
+        batches: of model inputs with `input_ids`, texts much longer than `near_field`, together 1,500 tokens or more.
+        share: of all key heads that keep softmax, in (0, 1).
+        near_field: width of the window that the others will have.
+        sinks: first tokens that they will see.
+        seed: of the passages that come back.
+        progress: show a progress bar.
+
+    Returns:
+        Pairs [layer, key head], those that need far keys most first.
+
+    Raises:
+        ConfigError: bad arguments; too little text.
+        UnsupportedError: no decoder, or one whose attention cannot be exchanged.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from snnk_peft.planning.full_heads import choose_full_heads
+        >>> tiny = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64)
+        >>> batches = [{"input_ids": torch.randint(0, 1000, (4, 800))}]
+        >>> len(choose_full_heads(LlamaForCausalLM(tiny), batches, 0.25, near_field=16, progress=False))
+        2
+    """
+    family = family_of(model)
+    if not family.causal or not hasattr(model, "get_output_embeddings"):
+        raise UnsupportedError(
+            f"{type(model).__name__} (family {family.name!r}) is no decoder; expected a causal language model, whose "
+            "attention looks back"
+        )
+    check_attention(model)
+    faults = number_faults("share", share, above=0, below=1)
+    faults += [
+        f"{name} is {value!r}; expected an integer >= {least}"
+        for name, value, least in (("near_field", near_field, 1), ("sinks", sinks, 0))
+        if type(value) is not int or value < least
+    ]
+    if faults:
+        raise ConfigError(faults)
+    modules: Any = [model.get_submodule(f"{path}.{family.attention}") for path in family.layer_paths(model)]
+    config = family.config_of(model)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    device = next(model.parameters()).device
+    with frozen(model), evaluating(model), torch.enable_grad():
+        gates = torch.full((len(modules), heads), 0.5, device=device, requires_grad=True)
+        total = torch.zeros(len(modules), heads)
+        generator = site_generator(seed, "full_heads")
+        given = _texts(batches, near_field, generator, getattr(config, "max_position_embeddings", None))
+        for texts in tqdm(given, "heads that recall", disable=not progress):
+            needs = torch.zeros_like(total)
+            for ids, first in texts:
+                needs += _needs(model, modules, gates, ids.to(device), first, near_field, sinks)
+            needs = needs.clamp_min(0)
+            total += needs / needs.sum().clamp_min(torch.finfo(needs.dtype).tiny)
+    count = min(max(1, int(share * total.numel())), total.numel() - 1)
+    order = total.flatten().argsort(descending=True, stable=True)[:count].tolist()
+    return [[index // heads, index % heads] for index in order]
+
+
+Texts = list[tuple[Tensor, int]]  # tokens (1, L), and the first position whose prediction counts
+
+
+def _texts(batches: Sequence[Batch], near: int, generator: torch.Generator, most: int | None) -> list[Texts]:
+    """Texts as they are, and texts with a passage that comes back."""
+    rows = []
+    for batch in batches:
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        rows += [row if mask is None else row[mask[i].bool()] for i, row in enumerate(ids)]
+    longest = LENGTH if most is None else min(LENGTH, most)
+    plain = sorted(rows, key=len, reverse=True)[:DRAWS]
+    stream = torch.cat([row.cpu() for row in rows])
+    between = min(BETWEEN, longest - 2 * PASSAGE - 1)
+    need = DRAWS * (PASSAGE + between)
+    if len(plain[0]) <= 2 * near or len(stream) < need or between <= near:
+        raise ConfigError(
+            f"the longest text has {len(plain[0])} tokens, all together {len(stream)}, and the model reads {most}; "
+            f"expected a text of more than {2 * near} (twice near_field), {need} tokens in all, and room for "
+            f"{2 * PASSAGE + near} of them. Give longer texts, or a narrower near_field"
+        )
+    again = []
+    for _ in range(DRAWS):
+        begin = int(torch.randint(len(stream) - PASSAGE - between + 1, (), generator=generator))
+        passage, rest = stream[begin : begin + PASSAGE + between].split((PASSAGE, between))
+        ids = torch.cat((stream[:1], passage, rest, passage))
+        again.append((ids[None], len(ids) - PASSAGE + KNOWN - 1))
+    return [[(row[None, :longest], near) for row in plain], again]
+
+
+def _needs(
+    model: nn.Module, modules: Sequence[Any], gates: Tensor, ids: Tensor, first: int, width: int, sinks: int
+) -> Tensor:
+    """(layers, key heads): what opening each gate gains, of the divergence at positions from `first` on."""
+    with torch.no_grad():
+        original = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
+    with gated(model, modules, gates, width, sinks):
+        found = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
+    divergence = (original.exp() * (original - found)).sum(-1).mean()
+    return -torch.autograd.grad(divergence, gates)[0].detach().cpu()
+
+
+class Gated:
+    """Takes a KernelAttention's place: a mixture of near and all keys per key head."""
+
+    near_field = None
+
+    def __init__(self, gates: Tensor, width: int, sinks: int):
+        self.gates, self.width, self.sinks = gates, width, sinks
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        causal: bool = False,
+        scaling: float | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """(B, H, L, D); arguments as in `KernelAttention.forward`."""
+        scaling, repeats = q.shape[-1] ** -0.5 if scaling is None else scaling, q.shape[1] // k.shape[1]
+        counts = torch.ones(k.shape[0], k.shape[-2], dtype=torch.bool, device=k.device) if mask is None else mask
+        first = counts & (counts.cumsum(-1) <= self.sinks)
+        every, band = (pairwise_mask(counts, q, k, True, width) for width in (None, self.width))
+        assert every is not None
+        assert band is not None
+        near = band | (every & first[:, None, None])
+        local = nn.functional.scaled_dot_product_attention(
+            q, repeat_kv(k, repeats), repeat_kv(v, repeats), attn_mask=near, scale=scaling
+        )
+        gates = self.gates.repeat_interleave(repeats)[:, None, None].to(local.dtype)
+        return local + gates * (causal_softmax_attention(q, k, v, mask, scaling) - local)
+
+
+@contextmanager
+def gated(model: Any, modules: Sequence[Any], gates: Tensor, width: int, sinks: int) -> Iterator[None]:
+    """While it lasts, each layer's key heads see all keys as far as their gates (layers, key heads) are open."""
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(NAME)
+        for module, own in zip(modules, gates, strict=True):
+            if getattr(module, "sliding_window", None) is None:
+                module.snnk_owner = partial(_itself, Gated(own, width, sinks))
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for module in modules:
+            vars(module).pop("snnk_owner", None)
+
+
+def _itself(gate: Gated) -> Gated:
+    return gate
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No parameter takes part in a gradient, so that nothing is kept for it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)

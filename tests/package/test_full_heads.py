@@ -1,0 +1,305 @@
+"""Key heads that keep softmax, and a far field without rotary positions: dense oracles, caches, folders."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, get_snnk_model
+from snnk_peft.attention import RecurrentCache
+from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.functional.rotary import Rotary
+from snnk_peft.layers.kernel_attention import KernelAttention
+from snnk_peft.planning.full_heads import _needs, choose_full_heads, gated
+from tests.attention_models import causal_model, left_padded, patched, widened
+from tests.elsewhere import check_elsewhere, save_known
+from tests.tiny_families import build, heads
+from tests.tiny_models import tiny
+
+F64 = torch.float64
+HYBRID: dict[str, Any] = {
+    "component": "mixture", "projection": "centroids", "num_features": 6, "near_field": 3, "sinks": 2,
+    "near_field_normalisation": "joint", "full_heads": [[0, 1], [1, 0]], "position_free": True, "refit_output": False,
+}  # fmt: skip
+RANDOM = {**HYBRID, "component": "posrf", "projection": "orf", "num_features": 16}
+ROTARY = ["llama", "mistral", "gemma", "qwen2", "qwen3", "olmo2", "phi3", "gpt_neox"]
+
+
+def texts(count: int = 6, length: int = 40) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(3, 100, (2, length), generator=generator)} for _ in range(count)]
+
+
+def kernels(model: Any) -> list[KernelAttention]:
+    return [module for module in model.modules() if isinstance(module, KernelAttention)]
+
+
+def raw(model: Any, layer: int, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys (as projected, not turned) and values of a Llama's layer: (B, heads, L, d) in float64."""
+    found: list[torch.Tensor] = []
+    attention = model.model.layers[layer].self_attn
+    hooks = [
+        getattr(attention, name).register_forward_hook(lambda *call: found.append(call[2]))
+        for name in ("q_proj", "k_proj", "v_proj")
+    ]
+    model(input_ids=ids, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return [each.double().unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for each in found]
+
+
+def turned(model: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """By transformers' own function."""
+    cos, sin = model.model.rotary_emb(x.float(), positions[None])
+    return apply_rotary_pos_emb(x, x, cos.double(), sin.double())[0]
+
+
+@torch.no_grad()
+def test_every_pair_of_a_layer_written_out():
+    """Full heads are softmax; others softmax of near keys and sinks, and features of what is not turned beyond."""
+    model = causal_model("llama")
+    hybrid = get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=AttentionPart(**HYBRID), modules_to_save=[]))
+    calibrate(hybrid, texts(), progress=False)
+    plain: Any = bundle(hybrid).eval()
+    ids = texts(1, 30)[0]["input_ids"]
+    q, k, v = raw(plain, 0, ids)
+    length, scaling = ids.shape[1], q.shape[-1] ** -0.5
+    at = torch.arange(length)
+    distance = at[:, None] - at
+    causal = distance >= 0
+    near = causal & ((distance < 3) | (at < 2))
+    turned_q, turned_k = turned(plain, q, at), turned(plain, k, at)
+    far_q, far_k = turned(plain, q, torch.full_like(at, 3)), turned(plain, k, torch.zeros_like(at))
+    kernel = plain.model.layers[0].self_attn.snnk_kernel.double()
+    assert kernel.full_heads == (1,)
+    pairs, outs = kernel.terms[0].pairs(), []
+    for head in range(4):
+        group = head // 2
+        logs = (turned_q[:, head] @ turned_k[:, group].mT * scaling).masked_fill(~causal, -math.inf)
+        if group != 1:
+            queries = pairs[head][0].phi(far_q[:, head] * scaling**0.5)
+            keys = pairs[head][1].psi(far_k[:, group] * scaling**0.5)
+            products = (queries.values @ keys.values.mT).log()
+            for scale in (queries.log_scale, None if keys.log_scale is None else keys.log_scale.mT):
+                products = products if scale is None else products + scale
+            w, c = kernel.joint.factor[0, head, :-1], kernel.joint.factor[0, head, -1]
+            far = products + (far_q[:, head] @ w * scaling**0.5 + c).unsqueeze(-1)
+            logs = torch.where(near, logs, far).masked_fill(~causal, -math.inf)
+        outs.append(logs.softmax(-1) @ v[:, group])
+    expected = torch.stack(outs, 1)
+    found = kernel(turned_q, turned_k, v, causal=True, scaling=scaling)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    # Without its positions taken off, the far field is another one.
+    kernel.joint.rotary = None
+    assert (kernel(turned_q, turned_k, v, causal=True, scaling=scaling) - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", ROTARY)
+def test_only_distances_matter(family):
+    """Positions that are all later by 7 change nothing."""
+    name = next(name for name, auto in heads(family).items() if auto == "AutoModelForCausalLM")
+    changes = {"num_key_value_heads": 2, "num_attention_heads": 4} if family != "gpt_neox" else {}
+    model = patched(widened(build(family, name, **changes)), **{**RANDOM, "full_heads": [[0, 0]]})
+    ids = texts(1, 24)[0]["input_ids"] % model.config.vocab_size
+    at = torch.arange(24)[None]
+    with torch.no_grad():
+        here, there = (model(input_ids=ids, position_ids=p, use_cache=False).logits for p in (at, at + 7))
+        for kernel in kernels(model):
+            kernel.joint.rotary = None
+        turning = model(input_ids=ids, position_ids=at + 7, use_cache=False).logits
+    torch.testing.assert_close(here, there, rtol=2e-4, atol=2e-4)
+    assert (turning - there).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize("sizes", [[12], [5, 7], [1] * 12, [4, 1, 1, 6]])
+@torch.no_grad()
+def test_pieces_equal_the_whole(sizes, free):
+    """Padding on the left, chunks and single tokens, in the recurrent cache and in a growing one."""
+    model = patched(causal_model("llama"), **{**RANDOM, "position_free": free})
+    batch = left_padded()
+    mask = batch["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    whole = model(**batch, position_ids=positions, use_cache=False).logits
+    for cache in (RecurrentCache(model), DynamicCache(config=model.config)):
+        begin, parts = 0, []
+        for size in sizes:
+            end = begin + size
+            step = {"input_ids": batch["input_ids"][:, begin:end], "position_ids": positions[:, begin:end]}
+            parts.append(model(**step, attention_mask=mask[:, :end], past_key_values=cache).logits)
+            begin = end
+        counted = mask.bool()
+        torch.testing.assert_close(torch.cat(parts, 1)[counted], whole[counted], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_generation_is_that_of_a_growing_cache():
+    model = patched(causal_model("llama"), **RANDOM)
+    batch = left_padded()
+    options = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
+    for further in ({}, {"num_beams": 3}):
+        own = model.generate(**batch, **options, **further)
+        assert torch.equal(own, model.generate(**batch, **options, **further, use_cache=False))
+    cache = RecurrentCache(model)
+    model.generate(**batch, **options, past_key_values=cache)
+    state = cache.layers[0].state
+    assert state.whole.keys.shape[1:3] == (1, 12 + 19)  # one key head keeps all; the last token is not attended to
+    again = copy.deepcopy(cache)
+    torch.testing.assert_close(again.layers[0].state.whole.keys, state.whole.keys)
+    assert again.nbytes == cache.nbytes
+
+
+@torch.no_grad()
+def test_what_all_see_is_softmax():
+    """A window as wide as the text leaves nothing far."""
+    model = causal_model("llama")
+    batch = texts(1, 20)[0]
+    wanted = model(**batch).logits
+    found = patched(copy.deepcopy(model), **{**RANDOM, "near_field": 20})(**batch).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_folders_keep_it(tmp_path: Path):
+    model: Any = get_snnk_model(
+        causal_model("llama"), SNNKConfig(attention=AttentionPart(**HYBRID), modules_to_save=[])
+    )
+    calibrate(model, texts(), progress=False)
+    inputs = texts(1, 30)[0]
+    with torch.no_grad():
+        wanted = model.eval()(**inputs, use_cache=False).logits
+    plain: Any = bundle(model)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(**inputs, use_cache=False).logits, wanted)
+    check_elsewhere(save_known(plain, inputs, tmp_path / "bundle"))
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(causal_model("llama"), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(**inputs, use_cache=False).logits, wanted)
+
+
+@torch.no_grad()
+def test_behind_the_fitted_length_it_is_no_worse_than_a_window():
+    """Fitted to 40 tokens, on 160: no warning, and nearer to the original than near keys and sinks alone."""
+    original = causal_model("llama")
+    model = get_snnk_model(
+        copy.deepcopy(original), SNNKConfig(attention=AttentionPart(**{**HYBRID, "full_heads": []}), modules_to_save=[])
+    )
+    calibrate(model, texts(), progress=False)
+    long = texts(1, 120)[0]
+    wanted = original(**long).logits.log_softmax(-1)
+
+    def divergence() -> float:
+        found = model.eval()(**long, use_cache=False).logits.log_softmax(-1)
+        return float((wanted.exp() * (wanted - found)).sum(-1)[:, 40:].mean())
+
+    whole = divergence()
+    for kernel in kernels(model):
+        kernel.joint.factor[..., -1] = -1e4
+    assert whole < divergence()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"full_heads": [[0, 5]]}, r"names \[0, 5\]; expected key heads 0 to 1 of layers that become linear: 0, 1"),
+        ({"full_heads": [[0, 0], [0, 0]]}, "names a head twice"),
+        ({"full_heads": [0]}, r"holds 0; expected pairs"),
+        ({"full_heads": [[0, 0], [0, 1], [1, 0], [1, 1]]}, "nothing would become linear"),
+        ({"near_field_normalisation": "blend", "sinks": 0}, "without a near field under one normalisation"),
+    ],
+)
+def test_faults(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        patched(causal_model("llama"), **{**RANDOM, **fields})
+
+
+def test_models_that_cannot():
+    with pytest.raises(UnsupportedError, match="is no decoder"):
+        patched(tiny("bert"), **RANDOM)
+    model = causal_model("llama")
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_type": "dynamic"}
+    with pytest.raises(UnsupportedError, match="rope_type 'dynamic'"):
+        patched(model, **RANDOM)
+
+
+def test_a_layer_may_be_full_and_learned_positions_stay():
+    model = patched(causal_model("llama"), **{**RANDOM, "full_heads": [[0, 0], [0, 1]]})
+    assert len(kernels(model)) == 1
+    gpt2 = patched(causal_model("gpt2"), **{**RANDOM, "full_heads": [[0, 0]]})
+    assert all(kernel.joint.rotary is None for kernel in kernels(gpt2))
+
+
+def test_partial_rotary_and_far_positions():
+    """A rotation of the first numbers only, exact at a million tokens."""
+    theta = [1.0, 0.01]
+    rotary, x = Rotary(theta, 5), torch.randn(1, 1, 3, 6, dtype=F64)
+    at = torch.tensor([[0, 1000, 1_000_000]])
+    found = rotary.keys(x.float(), at)
+    angles = -(at[0, :, None].double() * torch.tensor(theta, dtype=F64))
+    by = torch.polar(torch.ones_like(angles), angles)
+    expected = torch.complex(x[0, 0, :, :2], x[0, 0, :, 2:4]) * by
+    torch.testing.assert_close(found[0, 0, :, :2].double(), expected.real, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found[0, 0, :, 2:4].double(), expected.imag, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found[0, 0, :, 4:], x[0, 0, :, 4:].float())
+
+
+def test_the_head_that_recalls_is_chosen():
+    """A Llama's attention whose one key head matters and sees all keys: its gate gains most, by finite differences."""
+    model = causal_model("llama")
+    ids = texts(1, 100)[0]["input_ids"]
+    modules: Any = [layer.self_attn for layer in model.model.layers]
+    gates = torch.full((2, 2), 0.5, requires_grad=True)
+    found = _needs(model, modules, gates, ids, 8, 4, 1)
+
+    @torch.no_grad()
+    def divergence(open_gates: torch.Tensor) -> float:
+        wanted = model(input_ids=ids, use_cache=False).logits[:, 8:].double().log_softmax(-1)
+        with gated(model, modules, open_gates, 4, 1):
+            given = model(input_ids=ids, use_cache=False).logits[:, 8:].double().log_softmax(-1)
+        return float((wanted.exp() * (wanted - given)).sum(-1).mean())
+
+    for place in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        more, less = torch.full((2, 2), 0.5), torch.full((2, 2), 0.5)
+        more[place], less[place] = 0.51, 0.49
+        slope = (divergence(more) - divergence(less)) / 0.02
+        assert float(found[place]) == pytest.approx(-slope, rel=0.05, abs=1e-3)
+    assert divergence(torch.ones(2, 2)) < 1e-9  # open gates are the original
+    assert divergence(torch.zeros(2, 2)) > 1e-3
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_choosing_leaves_the_model_as_it_was(family):
+    model = causal_model(family).train()
+    batches = [{"input_ids": torch.randint(3, 100, (2, 700), generator=torch.Generator().manual_seed(0))}]
+    room = {"near_field": 8, "progress": False}
+    model.config.max_position_embeddings = 400  # the tokens of what comes back; Llama's tables have no end
+    if family == "gpt2":
+        with pytest.raises(ConfigError, match="the model reads 64"):
+            choose_full_heads(causal_model(family), batches, 0.3, **room)
+        return
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attributes = [set(vars(module)) for module in model.modules()]
+    chosen = choose_full_heads(model, batches, 0.5, **room)
+    assert len(chosen) == 2
+    assert chosen == choose_full_heads(model, batches, 0.5, **room)
+    assert model.training
+    assert model.config._attn_implementation == "sdpa"
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    patched(model, **{**RANDOM, "full_heads": chosen})
+    for share in (0, 1, 1.5, "all"):
+        with pytest.raises(ConfigError, match="share is"):
+            choose_full_heads(model, batches, share, **room)
+    with pytest.raises(ConfigError, match="Give longer texts, or a narrower near_field"):
+        choose_full_heads(model, texts(), 0.5, progress=False)
+    with pytest.raises(UnsupportedError, match="is no decoder"):
+        choose_full_heads(tiny("bert"), batches, 0.5)
