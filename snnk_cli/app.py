@@ -299,7 +299,7 @@ def _conversion(
             "no examples to calibrate with; expected --texts FILE, --table FILE or --images FOLDER"
         )
     decided = tuple(
-        f"convert.{name}" for name in ("budget", "quality", "ffn", "attention", "pooler", "low_rank", "parts")
+        f"convert.{name}" for name in ("budget", "quality", "cache", "ffn", "attention", "pooler", "low_rank", "parts")
     )
     says = config is not None or any(one.startswith(decided) for one in settings)
     share: Any = budget or (None if says else "2x")

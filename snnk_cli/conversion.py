@@ -70,6 +70,7 @@ def pipeline_of(config: ConvertConfig, original: Any, examples: Examples, poolin
         seed=config.train.seed,
         progress=sys.stderr.isatty(),
         fit={"landmarks": settings.landmarks, "held_out": settings.held_out, "steps": settings.steps},
+        cache=settings.cache,
     )
 
 

@@ -56,6 +56,13 @@ class ConversionSection:
         above=0,
         high=0.9999,
     )
+    cache: float | None = option(
+        None,
+        "without a task, of a decoder, instead of a budget: the share of its cache that may remain behind the longest "
+        "text that it reads",
+        above=0,
+        below=1,
+    )
     ffn: dict[str, Any] | None = option(None, "fields of snnk_peft.FFNPart")
     attention: dict[str, Any] | None = option(None, "fields of snnk_peft.AttentionPart")
     pooler: dict[str, Any] | None = option(None, "fields of snnk_peft.PoolerPart")
@@ -88,9 +95,11 @@ class ConversionSection:
 
     def check(self) -> list[str]:
         """The faults of the parts; without any, `plan` takes its own candidates."""
-        if self.quality is not None and self.budget is not None:
-            return [f"convert.budget is {self.budget} and convert.quality {self.quality}; expected one of them"]
-        if (self.budget is not None or self.quality is not None) and not self.given:
+        named = {name: getattr(self, name) for name in ("budget", "quality", "cache")}
+        aims = [f"convert.{name} is {value}" for name, value in named.items() if value is not None]
+        if len(aims) > 1:
+            return [f"{' and '.join(aims)}; expected one of them"]
+        if aims and not self.given:
             return []
         try:
             self.snnk_config()
@@ -161,7 +170,7 @@ class ConvertConfig:
                     "the original by convert.recover=SECONDS"
                 )
         else:
-            alone = {"quality": self.convert.quality, "int8": self.convert.int8}
+            alone = {"quality": self.convert.quality, "cache": self.convert.cache, "int8": self.convert.int8}
             faults += [
                 f"convert.{name} is {value}, and task {self.task}; expected data.texts alone for that"
                 for name, value in alone.items()

@@ -19,6 +19,7 @@ from snnk_peft.digests import notes
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.functional.rotary import Rotary
+from snnk_peft.functional.rounded import BITS
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -33,7 +34,7 @@ def attention_spec(kernel: KernelAttention) -> Spec:
     """The spec of a kernel."""
     joint: Spec = {} if kernel.joint is None else {"kind": "joint_attention", "sinks": kernel.joint.sinks}
     if kernel.full_heads:
-        joint["full_heads"] = list(kernel.full_heads)
+        joint |= {"full_heads": list(kernel.full_heads), "cache_bits": kernel.cache_bits}
     if kernel.joint is not None and (rotary := kernel.joint.rotary) is not None:
         joint["rotary"] = {"frequencies": list(rotary.frequencies), "distance": rotary.distance}
     return {
@@ -67,6 +68,7 @@ def _attention(spec: Spec, present: Any) -> nn.Module:
     joint: Spec = {}
     if spec["kind"] == "joint_attention":
         joint = {"joint": True, "sinks": spec["sinks"], "full_heads": spec.get("full_heads", ())}
+        joint["cache_bits"] = spec.get("cache_bits")
         joint["rotary"] = Rotary(**spec["rotary"]) if "rotary" in spec else None
     return KernelAttention(
         terms, spec["num_heads"], near_field=spec["near_field"], fitted_length=spec.get("fitted_length"), **joint
@@ -148,6 +150,7 @@ FIELDS["joint_attention"] = {
             and len(set(value)) == len(value)
         ),
     ),
+    "cache_bits": expects("8, 4 or null", lambda value: value is None or (type(value) is int and value in BITS)),
     "rotary": lambda where, value: field_faults(where, value, ROTARY),
 }
 BUILDERS |= dict.fromkeys(("attention", "joint_attention"), _attention)

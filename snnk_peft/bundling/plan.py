@@ -112,7 +112,13 @@ FIELDS: dict[str, dict[str, Check]] = {
 }
 
 
-LATER = {"fitted_length", "full_heads", "rotary", "standardized"}  # fields that earlier versions did not write
+LATER = {
+    "cache_bits",
+    "fitted_length",
+    "full_heads",
+    "rotary",
+    "standardized",
+}  # fields that earlier versions did not write
 
 
 def field_faults(where: str, given: Any, fields: Mapping[str, Check]) -> list[str]:

@@ -29,7 +29,6 @@ from snnk_peft.exporting.program import FORMATS, missing_packages
 from snnk_peft.model_card import write_model_card
 from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import shared_copy
-from snnk_peft.planning.full_heads import cache_part
 from snnk_peft.saved_folder import written_whole
 from snnk_peft.tuner.given_model import as_usual, of_transformers, refuse_patched, refuse_prepared
 
@@ -115,9 +114,9 @@ def convert(
         of: what the budget is of: "latency", "macs" or "bytes".
         quality: instead of a budget, the share of the answers to keep on the held-out examples (of embeddings the
             cosine, of numbers the correlation), in (0, 1): as small as it may be for that. Takes several conversions.
-        cache: of a decoder, instead of a budget: the share of its cache's bytes that may remain behind the longest text
-            that it reads, in (0, 1). The key heads that recall from far back keep softmax, all others become linear.
-            `parts` are converted as they are beside it.
+        cache: of a decoder, instead of a budget: the share of its cache's bytes (in half precision) that may remain
+            behind the longest text that it reads, in (0, 1). The key heads that recall from far back keep softmax, over
+            keys in 8 bits; all others become linear. `parts` are converted as they are beside it.
         parts: the candidates of the plan, or what is converted; None for all that suit the model.
         tokenizer: tokenizer or image processor; None takes the one beside the model.
         text: name of the column with the texts, or names of the two with pairs; None for "text".
@@ -180,13 +179,9 @@ def convert(
         examples = examples_of(data, door, text, samples, max_length, seed)
         answers = Answers(door.model, door.pooling)
         chosen = None if parts is None else list(parts)
-        pipeline = Pipeline(door.model, examples, answers, of, chosen, recover, steps, seed, progress, timed)
-        if cache is not None:
-            budget = None
-            with pipeline.stages("plan"):
-                linear = cache_part(pipeline.full(), examples.fitted, cache, seed=seed, progress=progress)
-            pipeline.parts = [linear, *(chosen or [])]
-        return converted(door, pipeline, budget, quality, int8, settings)
+        how = (of, chosen, recover, steps, seed, progress, timed)
+        pipeline = Pipeline(door.model, examples, answers, *how, cache=cache)
+        return converted(door, pipeline, None if cache is not None else budget, quality, int8, settings)
 
 
 def converted(

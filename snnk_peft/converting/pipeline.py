@@ -21,6 +21,7 @@ from snnk_peft.converting.examples import Examples
 from snnk_peft.converting.recover import Recovery, judging, recover
 from snnk_peft.parts import Part
 from snnk_peft.planning.candidates import shared_copy
+from snnk_peft.planning.full_heads import cache_part
 from snnk_peft.planning.plan import plan
 from snnk_peft.planning.result import Plan
 from snnk_peft.tuner.get_model import get_snnk_model
@@ -97,6 +98,7 @@ class Pipeline:
         progress: show progress bars.
         inputs: whose cost a budget is of, and which are timed; empty for the batch of median size.
         fit: further arguments of `calibrate`.
+        cache: of a decoder, the share of its cache that may remain, beside the parts and in the place of a budget.
 
     Attributes:
         stored: precision of the original as it was given, in which a conversion is stored.
@@ -114,6 +116,7 @@ class Pipeline:
     progress: bool
     inputs: Mapping[str, Any] = field(default_factory=dict)
     fit: Mapping[str, Any] = field(default_factory=dict)
+    cache: float | None = None
     stages: Stages = field(default_factory=Stages)
     measured: Plan | None = None
 
@@ -140,13 +143,17 @@ class Pipeline:
 
     def fitted(self, budget: str | float | None) -> Fitted:
         """Plan, patch a copy, and fit it."""
+        how: dict[str, Any]
         found = None if budget is None else self.planned(budget)
-        config = (
-            SNNKConfig(parts=self.parts or [], seed=self.seed, modules_to_save=[]) if found is None else found.config
-        )
+        parts = self.parts or []
+        if self.cache is not None:
+            with self.stages("plan"):
+                how = {"seed": self.seed, "progress": self.progress}
+                parts = [cache_part(self.full(), self.examples.fitted, self.cache, **how), *parts]
+        config = SNNKConfig(parts=parts, seed=self.seed, modules_to_save=[]) if found is None else found.config
         with self.stages("calibrate"):
             patched = get_snnk_model(shared_copy(self.full()), config)
-            how: dict[str, Any] = {"pooling": self.answers.pooling, "progress": self.progress}
+            how = {"pooling": self.answers.pooling, "progress": self.progress}
             calibration = calibrate(patched, enough(self.to_fit()), **how, **self.fit)
         return Fitted(patched, found, calibration)
 

@@ -18,12 +18,14 @@ from snnk_peft.saved_folder import whole_file
 
 ENOUGH = 0.98  # of the answers: nothing needs a remedy
 LEAST_COSINE = 0.99
+RECALLED = 0.95  # of what the original recalls
 HARM = 0.05  # error of the last states, of their variance, from which it is worth looking where it arises
 FILE, PICTURE = "conversion.json", "conversion.png"
 SHOWN = {  # figure -> how it is called
     "agreement": "same answer",
     "divergence": "KL",
     "perplexity": "perplexity",
+    "recall": "recall",
     "correlation": "correlation",
     "difference": "difference",
     "cosine": "cosine",
@@ -39,7 +41,8 @@ class ConversionReport:
     Args:
         models: by name, the original first: `milliseconds` of a batch (the least of passes that took turns),
             `parameters`, `bytes`; and of all but the original the figures of their answers on the held-out examples
-            (see `snnk_peft.calibrating.answers.Comparison`).
+            (see `snnk_peft.calibrating.answers.Comparison`). Of a language model also, of the original too, `recall`:
+            the share of a passage's tokens that are the most likely ones where it comes back after other text.
         examples: how many were fitted, and how many held out.
         timed: shape of the batch that was timed.
         layers: behind each layer, `error` and `psnr` of the states on the held-out examples.
@@ -140,9 +143,16 @@ def told(plan: Plan) -> str:
     )
 
 
-def warnings_of(figures: Mapping[str, float], layers: Sequence[Mapping[str, float]]) -> list[str]:
+def warnings_of(
+    figures: Mapping[str, float], layers: Sequence[Mapping[str, float]], original: Mapping[str, float]
+) -> list[str]:
     """What to look at, with the remedy."""
     found = []
+    if figures.get("recall", 1.0) < RECALLED * original.get("recall", 0.0):
+        found.append(
+            f"of a passage that comes back {figures['recall']:.2f} is predicted, by the original "
+            f"{original['recall']:.2f}: what stands far back is lost. A larger budget or cache keeps more of it"
+        )
     if figures.get("cosine", 1.0) < LEAST_COSINE:
         found.append(
             f"the vectors are at a cosine of {figures['cosine']:.3f} to the original's: make stored ones anew with the "

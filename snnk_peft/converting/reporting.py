@@ -11,6 +11,7 @@ from snnk_peft.converting.compared import compared, seconds, size
 from snnk_peft.converting.int8 import bytes_of, exported, runner
 from snnk_peft.converting.pipeline import Pipeline, Result
 from snnk_peft.converting.report import ConversionReport, warnings_of
+from snnk_peft.planning.full_heads import recall
 
 
 def report_of(pipeline: Pipeline, result: Result, folder: Path | None, settings: Mapping[str, Any]) -> ConversionReport:
@@ -35,6 +36,10 @@ def report_of(pipeline: Pipeline, result: Result, folder: Path | None, settings:
             runs[f"{name}, int8"] = run = runner(file)
             figures = compared(original, run, held_out, pipeline.answers)[0]
             rows[f"{name}, int8"] = {"parameters": rows[name]["parameters"], "bytes": bytes_of(file), **figures}
+    if pipeline.answers.causal:
+        for name, model in (("original", original), ("converted", result.model)):
+            if (found := recall(model, [*held_out, *pipeline.examples.fitted], pipeline.seed)) is not None:
+                rows[name]["recall"] = found
     for name, took in seconds(runs, original, pipeline.inputs).items():
         rows[name]["milliseconds"] = 1000 * took
     return ConversionReport(
@@ -46,6 +51,6 @@ def report_of(pipeline: Pipeline, result: Result, folder: Path | None, settings:
         recovery={} if result.recovery is None else dataclasses.asdict(result.recovery),
         plan=result.plan,
         calibration=result.calibration,
-        warnings=warnings_of(result.figures, result.layers),
+        warnings=warnings_of(rows["converted"], result.layers, rows["original"]),
         settings=settings,
     )

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from snnk_peft.components.base import Component
-from snnk_peft.errors import ConfigError
+from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.exponential_attention import KeyMeans, key_means
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import ABSENT, LogLinear, common_logarithm
@@ -260,7 +260,8 @@ class JointAttention(nn.Module):
 
     def _both_ways(self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, scaling: float) -> Tensor:
         """Every query sees every key."""
-        assert self.rotary is None  # the part plans it for causal attention alone
+        if self.rotary is not None:
+            raise UnsupportedError("position_free is for causal attention; leave it out where later tokens are seen")
         length = q.shape[-2]
         place = new.counts.cumsum(-1)
         late, sinks = self._with_window(new, place, None)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +34,9 @@ from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.functional.pairwise import causal_softmax_attention
 from snnk_peft.functional.precision import wide
 from snnk_peft.functional.rotary import Rotary
+from snnk_peft.functional.rounded import Rounded, as_rounded, restored, rounded
 from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps, State
-from snnk_peft.layers.joint_attention import JointAttention, JointState, Kept
+from snnk_peft.layers.joint_attention import JointAttention, JointState
 
 EXPLICIT = 2048  # keys up to which attention weights are formed on request
 Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some heads
@@ -54,6 +55,7 @@ class KernelAttention(nn.Module):
             attention gives near keys and sinks alone, or if it has none, nothing. With `rotary` it is only told.
         rotary: takes the positions off queries and keys of the far field, or None; joint and causal only.
         full_heads: indices of key heads that keep softmax, with the query heads that share them; causal only.
+        cache_bits: 8 or 4 to round their keys and values, in a cache and without one alike; None for none.
 
     Attributes:
         joint: what joins band and terms, or None for a blend.
@@ -76,8 +78,10 @@ class KernelAttention(nn.Module):
         fitted_length: int | None = None,
         rotary: Rotary | None = None,
         full_heads: Sequence[int] = (),
+        cache_bits: int | None = None,
     ):
         super().__init__()
+        self.cache_bits = cache_bits
         self.fitted_length, self.full_heads = fitted_length, tuple(sorted(full_heads))
         given = [term for term in terms if isinstance(term, AttentionTerm)]
         maps = [feature_map for feature_map in terms if isinstance(feature_map, FeatureMap)]
@@ -136,13 +140,20 @@ class KernelAttention(nn.Module):
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         if scaling <= 0:
             raise ConfigError(f"attention scaling is {scaling}; expected a number above 0")
+        return self._of_all(q, k, v, mask, self.cache_bits, causal=causal, scaling=scaling, positions=positions)
+
+    def _of_all(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, value_bits: int | None, **options: Any
+    ) -> Tensor:
+        """`forward`, with values of full heads in so many bits."""
         if not self.full_heads:
-            return self._linear(q, k, v, mask, causal=causal, scaling=scaling, positions=positions)
-        if not causal:
+            return self._linear(q, k, v, mask, **options)
+        if not options["causal"]:
             raise UnsupportedError("full_heads are for causal attention; leave them out for an encoder")
-        full, (q, k, v) = self.split(q, k, v)
-        whole = causal_softmax_attention(*full, mask, scaling)
-        return self.joined(whole, self._linear(q, k, v, mask, causal=True, scaling=scaling, positions=positions))
+        (whole_q, whole_k, whole_v), (q, k, v) = self.split(q, k, v)
+        whole_k, whole_v = as_rounded(whole_k, self.cache_bits), as_rounded(whole_v, value_bits)
+        whole = causal_softmax_attention(whole_q, whole_k, whole_v, mask, options["scaling"])
+        return self.joined(whole, self._linear(q, k, v, mask, **options))
 
     def split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Heads, Heads]:
         """Queries, keys and values of the full heads, and those of the others."""
@@ -264,7 +275,8 @@ class KernelAttention(nn.Module):
                 "output_attentions out"
             )
         units = torch.eye(count, dtype=wide(q).dtype, device=q.device).expand(*k.shape[:2], -1, -1)
-        return self(q, k, units, mask, causal=causal, scaling=scaling, positions=positions).to(q.dtype)
+        scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
+        return self._of_all(q, k, units, mask, None, causal=causal, scaling=scaling, positions=positions).to(q.dtype)
 
 
 class Band(NamedTuple):
@@ -287,14 +299,40 @@ class KernelState(NamedTuple):
 LinearState = KernelState | JointState
 
 
+class _Stored(NamedTuple):
+    """Keys or values (B, F, t, d) of full heads, as they are or rounded."""
+
+    whole: Tensor | None
+    rounded: Rounded | None
+
+    @classmethod
+    def of(cls, x: Tensor, bits: int | None) -> _Stored:
+        return cls(x, None) if bits is None else cls(None, rounded(x, bits))
+
+    def and_then(self, other: _Stored) -> _Stored:
+        if self.rounded is not None and other.rounded is not None:
+            return _Stored(None, self.rounded.and_then(other.rounded))
+        assert self.whole is not None
+        assert other.whole is not None
+        return _Stored(torch.cat((self.whole, other.whole), -2), None)
+
+    def read(self, bits: int | None, dtype: torch.dtype) -> Tensor:
+        if self.rounded is None or bits is None:
+            assert self.whole is not None
+            return self.whole
+        return restored(self.rounded, bits, dtype)
+
+
 class FullState(NamedTuple):
-    """All keys and values of full heads, and the state of the others.
+    """All keys and values of full heads, which of them count (B, t), and the state of the others.
 
     Attributes:
         every: True if all tokens counted so far.
     """
 
-    whole: Kept
+    keys: _Stored
+    values: _Stored
+    counts: Tensor
     rest: LinearState
     every: bool
 
@@ -357,15 +395,18 @@ def _continue_with_full_heads(
 ) -> tuple[Tensor, FullState]:
     (whole_q, whole_k, whole_v), (q, k, v) = kernel.split(q, k, v)
     counts = torch.ones(k.shape[0], k.shape[-2], dtype=torch.bool, device=k.device) if mask is None else mask
-    whole = Kept(whole_k, whole_v, counts)
+    bits = kernel.cache_bits
+    keys, values = (_Stored.of(each, bits) for each in (whole_k, whole_v))
     if state is not None:
-        whole = state.whole.and_then(whole)
+        keys, values = state.keys.and_then(keys), state.values.and_then(values)
+        counts = torch.cat((state.counts, counts), -1)
     # A mask that hides nothing costs time, and looking costs an accelerator more.
     hides = mask is not None or (state is not None and not state.every)
-    out = causal_softmax_attention(whole_q, whole.keys, whole.values, whole.counts if hides else None, scaling)
+    whole_k, whole_v = (each.read(bits, whole_q.dtype) for each in (keys, values))
+    out = causal_softmax_attention(whole_q, whole_k, whole_v, counts if hides else None, scaling)
     before = None if state is None else state.rest
     rest, behind = _continue_linear(kernel, q, k, v, mask, before, scaling, kept, positions)
-    return kernel.joined(out, rest), FullState(whole, behind, not hides)
+    return kernel.joined(out, rest), FullState(keys, values, counts, behind, not hides)
 
 
 def _continue_linear(

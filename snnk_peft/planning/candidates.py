@@ -19,6 +19,7 @@ from snnk_peft.families import family_of
 from snnk_peft.layers.slots import Slot
 from snnk_peft.parts import PARTS, Part
 from snnk_peft.tuner.get_model import get_snnk_model
+from snnk_peft.tuner.given_model import as_floating_point
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 Places = list[tuple["int | None", list[int]]]  # layer, the indices of the templates that compete for one place in it
@@ -31,7 +32,9 @@ def shared_copy(model: nn.Module) -> Any:
         memo[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach()
-    return copy.deepcopy(model, memo).eval()
+    copied = copy.deepcopy(model, memo).eval()
+    as_floating_point(copied)
+    return copied
 
 
 def share_tensors(bundled: nn.Module, original: nn.Module) -> None:

@@ -47,7 +47,8 @@ def cache_part(
 
     Args:
         model, batches, seed, progress: as in `choose_full_heads`.
-        share: of the bytes that keys and values take behind the longest text that the model reads, in (0, 1).
+        share: of the bytes that keys and values in half precision take behind the longest text that the model reads, in
+            (0, 1).
 
     Raises:
         ConfigError: a share that window, sinks and features alone exceed; and as `choose_full_heads`.
@@ -65,22 +66,32 @@ def cache_part(
         sinks=4,
         position_free=True,
         refit_output=False,
+        cache_bits=8,
     )
     length = getattr(config, "max_position_embeddings", None) or max(batch["input_ids"].shape[-1] for batch in batches)
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     groups = getattr(config, "num_key_value_heads", None) or heads
-    bytes_of_token = 2 * dim * next(model.parameters()).element_size()
-    sums = FEATURES * (heads // groups) * (dim + 1) * 4  # in fp32
-    least = (part.near_field + part.sinks + sums / bytes_of_token) / length  # type: ignore[operator]
-    if share <= least:
-        raise ConfigError(
-            f"cache is {share}; window, sinks and features of every head take {least:.3f} of the keys and values of "
-            f"{length} tokens. Expected more"
-        )
-    full = (share - least) / (1 - least)
+    token = 2 * dim * 2  # bytes of a key and a value in half precision
     near: dict[str, Any] = {"near_field": part.near_field, "sinks": part.sinks}
-    return replace(part, full_heads=choose_full_heads(model, batches, full, **near, seed=seed, progress=progress))
+    least = sum(near.values()) * token + FEATURES * (heads // groups) * (dim + 1) * 4  # sums are in fp32
+    whole = length * 2 * (dim + 4)  # a byte per number, and low and step of each vector
+    layers = len(family.layer_paths(model))
+
+    def bytes_with(heads: Sequence[list[int]]) -> int:
+        """Of a cache in which these are full; a layer of which all are stays as it was."""
+        full = [sum(layer == index for layer, _ in heads) for index in range(layers)]
+        return sum(groups * length * token if n == groups else n * whole + (groups - n) * least for n in full)
+
+    every = layers * groups * length * token
+    if not bytes_with([]) < share * every:
+        raise ConfigError(
+            f"cache is {share}; window, sinks and features of every head take {bytes_with([]) / every:.3f} of the keys "
+            f"and values of {length} tokens. Expected more"
+        )
+    order = choose_full_heads(model, batches, 1 - 1e-9, **near, seed=seed, progress=progress)
+    fitting = [n for n in range(len(order) + 1) if bytes_with(order[:n]) <= share * every]
+    return replace(part, full_heads=order[: fitting[-1]])
 
 
 def choose_full_heads(
@@ -155,33 +166,68 @@ def choose_full_heads(
     return [[index // heads, index % heads] for index in order]
 
 
+@torch.no_grad()
+def recall(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> float | None:
+    """Return the share of the tokens of a passage that are the most likely ones where it comes back after other text.
+
+    Behind its first tokens, by which it is recognised. None where the texts are too few, or the model reads too little.
+
+    Args:
+        model: a causal language model, plain or converted.
+        batches: of model inputs with `input_ids`.
+        seed: of the passages.
+    """
+    config: Any = getattr(model, "config", None)
+    most = getattr(config, "max_position_embeddings", None) or LENGTH
+    stream = torch.cat(_rows(batches))
+    between = min(BETWEEN, most - 2 * PASSAGE - 1, len(stream) - 2 * PASSAGE)
+    if between < PASSAGE:
+        return None
+    device, right = next(model.parameters()).device, []
+    for ids, first in _returning(stream, between, site_generator(seed, "recall")):
+        likely = model(input_ids=ids.to(device), use_cache=False).logits[0, first:-1].argmax(-1)
+        right.append(float((likely.cpu() == ids[0, first + 1 :]).float().mean()))
+    return sum(right) / len(right)
+
+
 Texts = list[tuple[Tensor, int]]  # tokens (1, L), and the first position whose prediction counts
+
+
+def _rows(batches: Sequence[Batch]) -> list[Tensor]:
+    """The tokens of each text, without padding."""
+    rows = []
+    for batch in batches:
+        ids, mask = batch["input_ids"].cpu(), batch.get("attention_mask")
+        rows += [row if mask is None else row[mask[i].bool().cpu()] for i, row in enumerate(ids)]
+    return rows
+
+
+def _returning(stream: Tensor, between: int, generator: torch.Generator) -> Texts:
+    """Texts in which a passage comes back after so many other tokens."""
+    found = []
+    for _ in range(DRAWS):
+        begin = int(torch.randint(len(stream) - PASSAGE - between + 1, (), generator=generator))
+        passage, rest = stream[begin : begin + PASSAGE + between].split((PASSAGE, between))
+        ids = torch.cat((stream[:1], passage, rest, passage))
+        found.append((ids[None], len(ids) - PASSAGE + KNOWN - 1))
+    return found
 
 
 def _texts(batches: Sequence[Batch], near: int, generator: torch.Generator, most: int | None) -> list[Texts]:
     """Texts as they are, and texts with a passage that comes back."""
-    rows = []
-    for batch in batches:
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
-        rows += [row if mask is None else row[mask[i].bool()] for i, row in enumerate(ids)]
+    rows = _rows(batches)
     longest = LENGTH if most is None else min(LENGTH, most)
-    plain = sorted(rows, key=len, reverse=True)[:DRAWS]
-    stream = torch.cat([row.cpu() for row in rows])
+    plain, stream = sorted(rows, key=len, reverse=True)[:DRAWS], torch.cat(rows)
     between = min(BETWEEN, longest - 2 * PASSAGE - 1)
     need = DRAWS * (PASSAGE + between)
     if len(plain[0]) <= 2 * near or len(stream) < need or between <= near:
         raise ConfigError(
             f"the longest text has {len(plain[0])} tokens, all together {len(stream)}, and the model reads {most}; "
             f"expected a text of more than {2 * near} (twice near_field), {need} tokens in all, and room for "
-            f"{2 * PASSAGE + near} of them. Give longer texts, or a narrower near_field"
+            f"{2 * PASSAGE + near} of them. Give longer texts, read more of their tokens (max_length; of a recipe "
+            "data.max_length), or take a narrower near_field"
         )
-    again = []
-    for _ in range(DRAWS):
-        begin = int(torch.randint(len(stream) - PASSAGE - between + 1, (), generator=generator))
-        passage, rest = stream[begin : begin + PASSAGE + between].split((PASSAGE, between))
-        ids = torch.cat((stream[:1], passage, rest, passage))
-        again.append((ids[None], len(ids) - PASSAGE + KNOWN - 1))
-    return [[(row[None, :longest], near) for row in plain], again]
+    return [[(row[None, :longest], near) for row in plain], _returning(stream, between, generator)]
 
 
 def _needs(

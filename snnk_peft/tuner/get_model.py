@@ -14,7 +14,14 @@ from snnk_peft.config import SNNKConfig
 from snnk_peft.config_parts import config_with
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.parts import Part
-from snnk_peft.tuner.given_model import as_usual, is_compiled, plain_model, refuse_patched, refuse_prepared
+from snnk_peft.tuner.given_model import (
+    as_floating_point,
+    as_usual,
+    is_compiled,
+    plain_model,
+    refuse_patched,
+    refuse_prepared,
+)
 
 
 @takes_declared
@@ -73,6 +80,7 @@ def get_snnk_model(
             "there is: PeftModel.from_pretrained(base, folder, is_trainable=True)"
         )
     refuse_patched(model)
+    as_floating_point(model)
     # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
     # left in it binds a checkpoint, not a fresh start.
     fresh = copy.deepcopy(config)

@@ -229,12 +229,35 @@ def refuse_prepared(model: nn.Module, parts: Iterable[Part] = ()) -> None:
             "other PEFT methods do go onto the Linears of a bundle)"
         )
     wanted = list(parts)
-    if getattr(model, "is_quantized", False) and not (wanted and all(part.calls_only for part in wanted)):
+    quantized = getattr(model, "is_quantized", False) and not is_dequantized(model)
+    if quantized and not (wanted and all(part.calls_only for part in wanted)):
         raise UnsupportedError(
             f"{type(model).__name__} is quantized; expected weights in floating point, from which SNNK parts take "
             "sizes, statistics and rows. Load it without quantization_config, patch it, and quantize its bundle. "
             "(AdapterPart and NormsPart do go onto a quantized model)"
         )
+
+
+PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def is_dequantized(model: nn.Module) -> bool:
+    """Return True for a model that transformers made floating point out of a GGUF file, and still calls quantized."""
+    method = getattr(getattr(getattr(model, "hf_quantizer", None), "quantization_config", None), "quant_method", None)
+    return str(getattr(method, "value", method)) == "gguf" and all(
+        type(parameter.data) is torch.Tensor and parameter.dtype in PLAIN for parameter in model.parameters()
+    )
+
+
+def as_floating_point(model: Any) -> None:
+    """Take the mark of quantization off a model that holds no quantized weight, so that it is trained and saved."""
+    if not is_dequantized(model):
+        return
+    model.is_quantized, model.hf_quantizer = False, None
+    for name in ("is_loaded_in_8bit", "is_loaded_in_4bit", "quantization_method"):
+        vars(model).pop(name, None)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
 
 
 def refuse_patched(model: nn.Module) -> None:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import importlib
 import json
+from typing import Any
 
 import peft
 import pytest
@@ -39,12 +40,14 @@ from snnk_peft import (
     PoolerPart,
     SNNKConfig,
     bundle,
+    convert,
     get_snnk_model,
     register_family,
 )
 from snnk_peft.config_parts import SHORTCUTS
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.parts import PARTS, Part, layers_faults, resolve_layers
+from snnk_peft.tuner.given_model import plain_model
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_families import build, main_head
 from tests.tiny_models import TEXT, TOKENS, tiny, trained
@@ -539,6 +542,33 @@ def test_a_quantized_base(config):
     refused_at_every_door(
         whole, UnsupportedError, "is quantized; expected weights in floating point.*quantization_config", config
     )
+
+
+def test_a_model_made_floating_point_out_of_a_gguf_file(tmp_path):
+    """transformers calls it quantized all the same: it is patched, converted and saved as one in floating point."""
+    gguf = pytest.importorskip("transformers.quantizers.quantizer_gguf", reason="transformers without GGUF")
+
+    def read() -> Any:
+        model = tiny("bert")
+        model.config.quantization_config = gguf.GgufConfig()
+        model.hf_quantizer = gguf.GgufHfQuantizer(model.config.quantization_config, pre_quantized=True)
+        model.is_quantized = True
+        return model
+
+    given = read()
+    batches = [{"input_ids": torch.randint(3, 100, (4, 7))} for _ in range(8)]
+    done = convert(given, batches, None, parts=[FFNPart(num_features=8)], recover=0, progress=False)
+    assert given.is_quantized  # as it was
+    for model in (done.model, get_snnk_model(read(), SNNKConfig(ffn=FFNPart(num_features=8)))):
+        assert not getattr(plain_model(model), "is_quantized", False)
+        model.save_pretrained(tmp_path / type(model).__name__)
+        assert "quantization_config" not in plain_model(model).config.to_dict()
+    packed = read()
+    packed.classifier.weight = torch.nn.Parameter(
+        packed.classifier.weight.detach().to(torch.uint8), requires_grad=False
+    )
+    with pytest.raises(UnsupportedError, match="is quantized"):
+        get_snnk_model(packed, SNNKConfig(ffn=FFNPart(num_features=8)))
 
 
 def test_a_model_quantized_after_patching():

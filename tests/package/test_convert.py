@@ -345,9 +345,9 @@ def test_faults_are_listed_at_once() -> None:
 
 def test_the_layer_that_does_the_harm_is_named_where_answers_are_lost():
     layers = [{"error": each} for each in (0.01, 0.02, 0.4, 0.45)]
-    (found,) = warnings_of({"agreement": 0.9}, layers)
+    (found,) = warnings_of({"agreement": 0.9}, layers, {})
     assert "layer 2" in found
-    assert warnings_of({"agreement": 0.99}, layers) == []
-    assert warnings_of({"agreement": 0.9}, [{"error": each} for each in (0.1, 0.2, 0.3, 0.4)]) == []
-    (found,) = warnings_of({"cosine": 0.95}, [])
+    assert warnings_of({"agreement": 0.99}, layers, {}) == []
+    assert warnings_of({"agreement": 0.9}, [{"error": each} for each in (0.1, 0.2, 0.3, 0.4)], {}) == []
+    (found,) = warnings_of({"cosine": 0.95}, [], {})
     assert "make stored ones anew" in found

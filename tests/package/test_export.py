@@ -171,6 +171,11 @@ KINDS = {
         {"parts": [replace(CENTROIDS, layers=[0], refit_output=False, **JOINT), NarrowFFNPart(layers=[1])]},
         {},
     ),
+    "causal, a full head in 8 bits": (
+        "llama",
+        {"attention": AttentionPart(num_features=4, full_heads=[[0, 1]], cache_bits=8, position_free=True, **JOINT)},
+        {"num_key_value_heads": 2},
+    ),
     "causal, near field": ("llama", PARTS["near field"], {}),
     "causal, some layers": ("gpt2", PARTS["some layers"], {}),
 }

@@ -5,20 +5,24 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, get_snnk_model
+from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, convert, get_snnk_model
 from snnk_peft.attention import RecurrentCache
+from snnk_peft.converting.report import warnings_of
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.rotary import Rotary
+from snnk_peft.functional.rounded import as_rounded, restored, rounded
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.planning.full_heads import _needs, choose_full_heads, gated
+from snnk_peft.planning.full_heads import _needs, choose_full_heads, gated, recall
 from tests.attention_models import causal_model, left_padded, patched, widened
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import build, heads
@@ -119,12 +123,12 @@ def test_only_distances_matter(family):
     assert (turning - there).abs().max() > 1e-6
 
 
-@pytest.mark.parametrize("free", [False, True])
+@pytest.mark.parametrize(("free", "bits"), [(False, None), (True, None), (True, 8), (True, 4)])
 @pytest.mark.parametrize("sizes", [[12], [5, 7], [1] * 12, [4, 1, 1, 6]])
 @torch.no_grad()
-def test_pieces_equal_the_whole(sizes, free):
+def test_pieces_equal_the_whole(sizes, free, bits):
     """Padding on the left, chunks and single tokens, in the recurrent cache and in a growing one."""
-    model = patched(causal_model("llama"), **{**RANDOM, "position_free": free})
+    model = patched(causal_model("llama"), **{**RANDOM, "position_free": free, "cache_bits": bits})
     batch = left_padded()
     mask = batch["attention_mask"]
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -151,9 +155,9 @@ def test_generation_is_that_of_a_growing_cache():
     cache = RecurrentCache(model)
     model.generate(**batch, **options, past_key_values=cache)
     state = cache.layers[0].state
-    assert state.whole.keys.shape[1:3] == (1, 12 + 19)  # one key head keeps all; the last token is not attended to
+    assert state.keys.whole.shape[1:3] == (1, 12 + 19)  # one key head keeps all; the last token is not attended to
     again = copy.deepcopy(cache)
-    torch.testing.assert_close(again.layers[0].state.whole.keys, state.whole.keys)
+    torch.testing.assert_close(again.layers[0].state.keys.whole, state.keys.whole)
     assert again.nbytes == cache.nbytes
 
 
@@ -169,7 +173,7 @@ def test_what_all_see_is_softmax():
 
 def test_folders_keep_it(tmp_path: Path):
     model: Any = get_snnk_model(
-        causal_model("llama"), SNNKConfig(attention=AttentionPart(**HYBRID), modules_to_save=[])
+        causal_model("llama"), SNNKConfig(attention=AttentionPart(**HYBRID, cache_bits=8), modules_to_save=[])
     )
     calibrate(model, texts(), progress=False)
     inputs = texts(1, 30)[0]
@@ -299,7 +303,119 @@ def test_choosing_leaves_the_model_as_it_was(family):
     for share in (0, 1, 1.5, "all"):
         with pytest.raises(ConfigError, match="share is"):
             choose_full_heads(model, batches, share, **room)
-    with pytest.raises(ConfigError, match="Give longer texts, or a narrower near_field"):
+    with pytest.raises(ConfigError, match=r"Give longer texts, .* or take a narrower near_field"):
         choose_full_heads(model, texts(), 0.5, progress=False)
     with pytest.raises(UnsupportedError, match="is no decoder"):
         choose_full_heads(tiny("bert"), batches, 0.5)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dim", [64, 40, 8])
+def test_rounding_is_to_the_nearest_of_evenly_spaced_numbers(bits, dim):
+    """By NumPy, group by group; the gradient is that of what was rounded."""
+    x = torch.randn(2, 3, 5, dim, generator=torch.Generator().manual_seed(0)) * 10
+    x[0, 0, 0] = 7.0  # no spread
+    found = restored(rounded(x, bits), bits, torch.float32)
+    size = dim if bits == 8 else min(32, dim)
+    for begin in range(0, dim, size):
+        group = x[..., begin : begin + size].numpy().astype(np.float64)
+        low = group.min(-1, keepdims=True).astype(np.float16).astype(np.float64)
+        step = ((group.max(-1, keepdims=True) - low) / (2**bits - 1)).astype(np.float16).astype(np.float64)
+        codes = np.clip(np.rint((group - low) / np.maximum(step, 1e-30)), 0, 2**bits - 1)
+        np.testing.assert_allclose(found[..., begin : begin + size], low + step * codes, rtol=1e-3, atol=0.02)
+        spread = float((group.max(-1) - group.min(-1)).max())
+        assert abs(found[..., begin : begin + size].numpy() - group).max() < spread / (2**bits - 1)
+    leaf = x.clone().requires_grad_()
+    as_rounded(leaf, bits).square().sum().backward()
+    torch.testing.assert_close(leaf.grad, 2 * found)
+
+
+@torch.no_grad()
+def test_rounded_caches_are_smaller():
+    model = patched(causal_model("llama", wide=False), **RANDOM)
+    sizes = {}
+    for bits in (None, 8, 4):
+        for kernel in kernels(model):
+            kernel.cache_bits = bits
+        cache = RecurrentCache(model)
+        model(input_ids=torch.randint(3, 100, (1, 100)), past_key_values=cache)
+        state = cache.layers[0].state
+        sizes[bits] = sum(each.nbytes for side in (state.keys, state.values) for each in (side.rounded or [side.whole]))
+    assert sizes == {None: 2 * 100 * 32, 8: 2 * 100 * 12, 4: 2 * 100 * 8}  # 8 numbers; codes, low and step
+
+
+def test_convert_keeps_a_share_of_the_cache():
+    """Bytes as promised, the original untouched; recall told by the report's divergence."""
+    model = causal_model("llama")
+    model.config.max_position_embeddings = 1000
+    generator = torch.Generator().manual_seed(0)
+    batches = [{"input_ids": torch.randint(3, 100, (1, 400), generator=generator)} for _ in range(10)]
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    done = convert(model, batches, cache=0.5, recover=0, progress=False)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert not kernels(model)
+    assert 0 < done.report.figures["divergence"] < 5
+    assert all(0 <= done.report.models[name]["recall"] <= 1 for name in ("original", "converted"))
+    assert "recall" in str(done.report)
+    assert all(kernel.cache_bits == (8 if kernel.full_heads else None) for kernel in kernels(done.model))
+    cache, whole = RecurrentCache(done.model), DynamicCache(config=model.config)
+    ids = torch.randint(3, 100, (1, 1000), generator=generator)
+    with torch.no_grad():
+        done.model(input_ids=ids, past_key_values=cache)
+        model(input_ids=ids, past_key_values=whole)
+    half = sum(layer.keys.nbytes + layer.values.nbytes for layer in whole.layers) / 2
+    full = [layer for layer in cache.layers if layer.keys is not None]
+    kept = cache.nbytes - sum(layer.keys.nbytes + layer.values.nbytes for layer in full) / 2
+    assert 0.3 * half < kept < 0.55 * half  # windows are in full precision here, as whole layers, which are halved
+    for wrong, message in (({"cache": 0.01}, "of 1000 tokens. Expected more"), ({"cache": 2}, "cache is 2")):
+        with pytest.raises(ConfigError, match=message):
+            convert(model, batches, recover=0, progress=False, **wrong)
+    with pytest.raises(ConfigError, match="beside a budget or quality; expected one of them"):
+        convert(model, batches, cache=0.5, quality=0.9)
+
+
+def test_recall_is_told_and_its_loss_is_warned_of():
+    """A model that copies what came `period` tokens before: all of it is recalled, and nothing by a window."""
+
+    class Copies(torch.nn.Module):
+        config = SimpleNamespace(max_position_embeddings=2048)
+
+        def __init__(self, reach: int):
+            super().__init__()
+            self.reach, self.weight = reach, torch.nn.Parameter(torch.zeros(1))
+
+        def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> Any:
+            """Most likely is what followed the last earlier occurrence of the last three tokens within reach."""
+            row = input_ids[0].tolist()
+            logits = torch.zeros(1, len(row), 100)
+            for i in range(3, len(row)):
+                earlier = [j for j in range(max(3, i - self.reach), i) if row[j - 2 : j + 1] == row[i - 2 : i + 1]]
+                if earlier:
+                    logits[0, i, row[earlier[-1] + 1]] = 1.0
+            return SimpleNamespace(logits=logits)
+
+    batches = [{"input_ids": torch.randint(3, 100, (1, 700), generator=torch.Generator().manual_seed(0))}]
+    original, window = recall(Copies(10_000), batches), recall(Copies(60), batches)
+    assert original == 1.0
+    assert window == 0.0
+    found = warnings_of({"recall": 0.5}, [], {"recall": 0.9})
+    assert "0.50 is predicted, by the original 0.90" in found[0]
+    assert not warnings_of({"recall": 0.89}, [], {"recall": 0.9})
+    assert recall(Copies(9), texts(1, 40)) is None
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+@torch.no_grad()
+def test_weights_are_those_of_the_rounded_keys(bits):
+    """Times the values as they are, they give what the layer gives but for the values' rounding; rows sum to one."""
+    model = patched(causal_model("llama"), **{**RANDOM, "cache_bits": bits})
+    inputs = texts(1, 20)[0]
+    found = model(**inputs, output_attentions=True, use_cache=False).attentions[0]
+    torch.testing.assert_close(found.sum(-1), torch.ones(2, 4, 20), rtol=1e-5, atol=1e-5)
+    kernel, (q, k, v) = kernels(model)[0], (torch.randn(1, n, 9, 8) for n in (4, 2, 2))
+    weights = kernel.weights(q, k, causal=True)
+    out = kernel(q, k, v, causal=True)
+    own = weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(own, out, rtol=1e-4, atol=1e-4 if bits is None else 0.5)
+    with pytest.raises(UnsupportedError, match="for causal attention"):
+        kernel(q, k, v)

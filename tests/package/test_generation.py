@@ -23,6 +23,8 @@ from tests.attention_models import causal_model, left_padded, patched, sharpened
 from tests.tiny_models import trained
 
 FAMILIES = ["llama", "gpt2"]
+JOINT = {"num_features": 16, "near_field": 3, "near_field_normalisation": "joint", "sinks": 2}
+HYBRID = {**JOINT, "full_heads": [[0, 1], [1, 0]], "cache_bits": 8, "position_free": True}
 VARIANTS = [
     {"num_features": 16},
     {"num_features": 16, "near_field": 3, "per_head": True},
@@ -30,6 +32,7 @@ VARIANTS = [
     {"layers": "top-1"},
     {"layers": "bottom-1", "near_field": 4},
     {"num_features": 16, "near_field": 3, "near_field_normalisation": "joint", "sinks": 2, "per_head": True},
+    HYBRID,
 ]
 GREEDY = {"max_new_tokens": 10, "do_sample": False}
 
@@ -153,7 +156,7 @@ def test_copies_and_unloading(llama):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("fields", [{"num_features": 16, "near_field": 3}, {"layers": "top-1"}], ids=str)
+@pytest.mark.parametrize("fields", [{"num_features": 16, "near_field": 3}, {"layers": "top-1"}, HYBRID], ids=str)
 def test_chunked_prefill(name, fields):
     """By hand, and by generate; chunks that hold nothing but padding included."""
     model = patched(causal_model(name), **fields)
@@ -334,7 +337,8 @@ STATIC = {**GREEDY, "cache_implementation": "static"}
 STATIC_VARIANTS = [
     {"num_features": 16},
     {"num_features": 16, "near_field": 3},
-    {"num_features": 16, "near_field": 3, "near_field_normalisation": "joint", "sinks": 2},
+    JOINT,
+    HYBRID,
     {"num_features": 16, "layers": [0]},
     {"num_features": 16, "layers": [1], "near_field": 3},
 ]
@@ -452,7 +456,7 @@ def test_masks_speak_of_all_tokens_up_to_the_last_query():
 
 # No text ends early: padding behind an end, in a row that goes on later, is a matter of masks and not of caches.
 ENDLESS = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
-ASSISTANTS = [{"num_features": 16}, {"num_features": 16, "near_field": 3, "layers": "top-1"}]
+ASSISTANTS = [{"num_features": 16}, {"num_features": 16, "near_field": 3, "layers": "top-1"}, HYBRID]
 
 
 @pytest.mark.parametrize("fields", ASSISTANTS, ids=str)

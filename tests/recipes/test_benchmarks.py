@@ -481,8 +481,8 @@ def test_narrower_ffn_blocks(tmp_path: Path, output: Path) -> None:
     assert all(len(report["slots"]) == 2 for report in found["calibration"].values())
 
 
-def test_linear_attention_of_centroids(tmp_path: Path, output: Path) -> None:
-    """On a random Llama and a stand-in of IMDb's archive."""
+def test_a_decoder_whose_cache_shrinks(tmp_path: Path, output: Path) -> None:
+    """A smaller cache of a random Llama, on stand-ins of IMDb's archive and of a document."""
     special = ["<pad>", "<s>", "</s>"]
     words = {word: number for number, word in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     by_bytes = Tokenizer(models.BPE(vocab=words, merges=[]))
@@ -492,31 +492,28 @@ def test_linear_attention_of_centroids(tmp_path: Path, output: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
     tokens = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = LlamaConfig(num_key_value_heads=2, initializer_range=0.2, **sizes, **tokens)
+    config = LlamaConfig(num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=1600, **sizes, **tokens)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     with tarfile.open(tmp_path / "imdb.tar.gz", "w:gz") as archive:
         for split in ("train", "test"):
             for number in range(4):
                 review = tmp_path / f"{number}_7.txt"
-                review.write_text("a film about the sea, and what comes of it. <br />" * 20, encoding="utf-8")
+                review.write_text("a film about the sea, and what comes of it. <br />" * 40, encoding="utf-8")
                 archive.add(review, f"aclImdb/{split}/{'pos' if number % 2 else 'neg'}/{review.name}")
-    given = {"model": tmp_path / "model", "data": tmp_path / "imdb.tar.gz", "window": 6, "sinks": 2, "features": 6}
-    given |= {"tokens": 160, "length": 32, "steps": 2, "uptraining": 3, "test-tokens": 96, "written": 4}
-    given |= {"repetitions": 1}
-    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    words += ["--lengths", "32", "48", "--behind", "16", "64", "--autocast"]
+    (tmp_path / "document.txt").write_text("of waves and of what they say to those who listen; " * 80, encoding="utf-8")
+    given = {"model": tmp_path / "model", "data": tmp_path / "imdb.tar.gz", "documents": tmp_path / "document.txt"}
+    given |= {"cache": 0.4, "fitted": 800, "texts": 8, "longest": 1600, "between": 100, "passkeys": 300}
+    words = [word for name, value in {**given, "repetitions": 1}.items() for word in (f"--{name}", str(value))]
     found = figures(output, "convert_models.py", "llama", *words)
-    near = "window 6, 2 sinks"
-    names = ["original", f"{near}, no far field", f"{near}, 6 features", f"{near}, 6 features, 3 steps"]
-    assert [row["model"] for row in found["rows"]] == names
-    assert found["rows"][3]["perplexity at 32"] != found["rows"][2]["perplexity at 32"]
-    assert found["rows"][3]["seconds of conversion"] > found["rows"][2]["seconds of conversion"] > 0
-    assert all(row["perplexity at 32"] > 1 for row in found["rows"])
-    first, second, *behind = [row["cache bytes"] for row in found["decoding"]]
-    assert behind[0] > 2 * first
-    assert behind[1] == second
-    assert len(found["calibration"]["slots"]) == 2
-    assert set(found["written"]) == {"original", "converted"}
+    rows = {row["model"]: row for row in found["rows"]}
+    assert list(rows) == ["original", "window, 0.4", "by attention, 0.4", "converted, 0.4"]
+    whole = rows["original"]["cache bytes behind 1600"]
+    assert all(row["cache bytes behind 1600"] < 0.5 * whole for name, row in rows.items() if name != "original")
+    assert all(row["reviews, behind 800"] > 1 and 0 <= row["copied after 100"] <= 1 for row in rows.values())
+    assert rows["converted, 0.4"]["seconds"] > 0
+    assert output.with_name("recall.png").exists()
+    again = figures(output, "convert_models.py", "llama", *words, "--ways", "original")  # nothing is measured twice
+    assert again["rows"] == found["rows"]
 
 
 def test_uptraining_brings_a_model_nearer_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,12 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
     ViTConfig,
     ViTForImageClassification,
     ViTImageProcessorPil,
@@ -39,6 +43,7 @@ from snnk_cli.convert_settings import ConvertConfig, UptrainSection
 from snnk_cli.hub import push
 from snnk_cli.models import train_in_use
 from snnk_cli.teacher import Distilled, layer_loss, load_teacher, logit_loss
+from snnk_peft.attention import RecurrentCache
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.texts import batches_by_length
 from tests.fresh_process import run_python, start_python
@@ -164,6 +169,29 @@ def test_an_encoder_without_head(world: Path, tmp_path: Path) -> None:
             each = [model(**reader(rows["sentence2"][index], return_tensors="pt")) for index in order[:10]]
         vectors.append(torch.cat([output.last_hidden_state.mean(1) for output in each]))
     assert figures["score"] == pytest.approx(torch.cosine_similarity(*vectors, dim=-1).mean().item(), abs=1e-4)
+
+
+def test_a_decoder_keeps_a_share_of_its_cache(world: Path, tmp_path: Path) -> None:
+    """What it generates from is smaller by as much as was asked, and the report tells how far its predictions are."""
+    reader = AutoTokenizer.from_pretrained(world / "rte")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(reader), max_position_embeddings=1024, initializer_range=0.2, **sizes)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "decoder")
+    reader.save_pretrained(tmp_path / "decoder")
+    sentences = TASKS["rte"].load(world / "glue")["train"]["sentence1"]
+    texts, out = tmp_path / "texts.txt", tmp_path / "run"
+    texts.write_text("\n".join(" ".join([*sentences[n:], *sentences[:n]][:40]) for n in range(20)))
+    changes = [f"data.texts={texts}", "data.max_length=1024", "convert.ffn=null", "convert.cache=0.4"]
+    assert convert.main(settings(world, out, *changes, task=None, model=str(tmp_path / "decoder"))) == 0
+    assert read(out)["metrics"]["divergence"] > 0
+    model = AutoModelForCausalLM.from_pretrained(out / "bundle").eval()
+    cache, whole = RecurrentCache(model), DynamicCache(config=config)
+    with torch.no_grad():
+        model(input_ids=torch.randint(3, len(reader), (1, 1024)), past_key_values=cache)
+        LlamaForCausalLM(config).eval()(input_ids=torch.randint(3, len(reader), (1, 1024)), past_key_values=whole)
+    half = sum(layer.keys.nbytes + layer.values.nbytes for layer in whole.layers) / 2
+    assert cache.nbytes < 0.5 * half  # near keys are in full precision here
 
 
 def test_a_sentence_transformer(world: Path, tmp_path: Path) -> None:
@@ -341,6 +369,8 @@ def test_settings_faults() -> None:
         (["data.texts=x.txt", "train.epochs=1"], "by convert.recover=SECONDS"),
         (["task=rte", "convert.quality=0.9"], "expected data.texts alone"),
         (["data.texts=x.txt", "convert.quality=0.9", "convert.budget=2x"], "expected one of them"),
+        (["task=rte", "convert.cache=0.1"], "expected data.texts alone"),
+        (["data.texts=x.txt", "convert.cache=0.1", "convert.budget=2x"], "expected one of them"),
         (["data.texts=x.txt", "data.splits=[test]"], "there is no task"),
     ):
         with pytest.raises(ConfigError, match=fault):

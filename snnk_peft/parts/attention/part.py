@@ -100,8 +100,14 @@ class AttentionPart(FeaturePart):
     full_heads: list[list[int]] = option(
         list,
         "key heads that keep softmax over all their keys, as pairs [layer, key head]: what a decoder recalls from far "
-        'back. Their keys stay in the cache. With "joint".',
+        'back. Their keys stay in the cache; a layer of which all are named stays as it was. With "joint".',
         checked=False,
+    )
+    cache_bits: int | None = option(
+        None,
+        "bits of each number of the keys and values that full heads keep: 8 or 4, rounded per key, with a cache and "
+        "without one alike. None keeps them as they are.",
+        choices=(8, 4),
     )
     position_free: bool = option(
         False,
@@ -154,7 +160,7 @@ class AttentionPart(FeaturePart):
 
     def _head_faults(self, part: str) -> list[str]:
         faults = []
-        given = [name for name in ("full_heads", "position_free") if getattr(self, name)]
+        given = [name for name in ("full_heads", "cache_bits", "position_free") if getattr(self, name)]
         if given and not (self.joint and self.near_field is not None):
             faults.append(
                 f"{part}.{given[0]} is given without a near field under one normalisation; expected beside it "
@@ -222,7 +228,7 @@ class AttentionPart(FeaturePart):
     def terms(self) -> list[AttentionPart]:
         """One part per feature map of the sum: this one, then those of `sum_of` with what they leave out filled in."""
         alone: dict[str, Any] = {"near_field": None, "near_field_normalisation": "blend", "sinks": 0}
-        alone |= {"full_heads": [], "position_free": False}
+        alone |= {"full_heads": [], "cache_bits": None, "position_free": False}
         own = dataclasses.replace(self, sum_of=[], layers="all", **alone)
         result = [own]
         for entry in self.sum_of:
@@ -336,6 +342,7 @@ def _attend(
         fitted_length=part.fitted_length,
         rotary=rotary,
         full_heads=full,
+        cache_bits=part.cache_bits if full else None,
         **near,  # type: ignore[arg-type]
     )
     return FittedAttend(kernel, readout, part) if part.fitted else Attend(kernel)
