@@ -10,7 +10,7 @@ right about the weights of far keys among each other and wrong about their sum. 
 Causal, the far keys of query i are the first i − width + 1: linear attention whose keys are late by `width` tokens.
 What was fitted to texts of some length is wrong by orders of magnitude beyond it, where queries and keys turn with
 their positions: later queries, by count of real tokens, see near keys and sinks alone. With `rotary`, the far field
-reads queries and keys without their positions, and does not end.
+reads queries and keys without their positions, and does not end; behind the fitted length its weight fades (`FADING`).
 
 Otherwise it is that in both directions. Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D) -> (B, H, L, D). Time
 and memory as those of the band (functional/near_field.py) and of the terms; what a cache keeps is the sinks, `width`
@@ -38,6 +38,11 @@ from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.rotary import Rotary
 from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps
 from snnk_peft.projections.base import Projection
+
+# The weight of far keys behind the fitted length falls by (place / length)^-2. Of SmolLM2, fitted to 2,048 tokens, the
+# perplexity of a paper behind 4,096 is 9.47 without it, 8.68 with the exponent 1, 8.47 with 2; of reviews behind 2,048
+# 60.9, 59.7 and 59.1.
+FADING = 2.0
 
 
 class Kept(NamedTuple):
@@ -139,8 +144,9 @@ class JointAttention(nn.Module):
     ) -> Tensor:
         """(B, H, L, D) in the dtype of v. Causal with more keys than queries: the queries are the last positions.
 
-        `terms` are those of the constructor. Causal queries that are later in their text than `reach` see no far keys;
-        None for all. `positions` (B or 1, N) are what keys were turned by, for `rotary`; None for 0, 1, ...
+        `terms` are those of the constructor. Causal queries that are later in their text than `reach` see no far keys,
+        or with `rotary` with less weight; None for all.
+        `positions` (B or 1, N) are what keys were turned by, for `rotary`; None for 0, 1, ...
 
         Raises:
             ConfigError: not causal, and not as many keys as queries.
@@ -248,7 +254,9 @@ class JointAttention(nn.Module):
             out, weights, behind = self._far(
                 number, maps, far_q, self._far_keys(term, window.part(0, length)), given, scaling
             )
-            if reach is not None:
+            if reach is not None and self.rotary is not None:
+                weights = weights - FADING * (place / reach).clamp_min(1).log().to(weights.dtype).unsqueeze(1)
+            elif reach is not None:
                 weights = weights.masked_fill((place > reach).unsqueeze(1), ABSENT)
             fields.append((out, weights))
             sums.append(behind)

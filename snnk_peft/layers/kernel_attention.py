@@ -52,7 +52,7 @@ class KernelAttention(nn.Module):
         joint: band and terms under one normalisation, instead of a blend of their results.
         sinks: how many of the first keys are exact as well; joint only.
         fitted_length: tokens of the longest text that the feature maps were fitted to, or None: beyond it, causal
-            attention gives near keys and sinks alone, or if it has none, nothing. With `rotary` it is only told.
+            attention gives near keys and sinks alone, or if it has none, nothing. With `rotary`, far keys count less.
         rotary: takes the positions off queries and keys of the far field, or None; joint and causal only.
         full_heads: indices of key heads that keep softmax, with the query heads that share them; causal only.
         cache_bits: 8 or 4 to round their keys and values, in a cache and without one alike; None for none.
@@ -192,7 +192,15 @@ class KernelAttention(nn.Module):
                 earlier = positions[:, :1] + torch.arange(-before, 0, device=q.device)
                 positions = torch.cat((earlier, positions), -1)
             return self.joint(
-                self._terms(), q, k, v, mask, causal=causal, scaling=scaling, reach=self.reach, positions=positions
+                self._terms(),
+                q,
+                k,
+                v,
+                mask,
+                causal=causal,
+                scaling=scaling,
+                reach=self.fitted_length,
+                positions=positions,
             )
         if causal:
             self.check_length(k.shape[-2], mask)
@@ -207,11 +215,6 @@ class KernelAttention(nn.Module):
             fields.append(term(q, k, v, mask, causal=causal, root=root)[0])
         return self.blended(fields)
 
-    @property
-    def reach(self) -> int | None:
-        """Tokens behind which far keys no longer count, or None."""
-        return None if self.joint is not None and self.joint.rotary is not None else self.fitted_length
-
     def check_length(self, length: int, mask: torch.Tensor | None) -> None:
         """Check that causal attention over texts of this length, padding included, is within the fitted length.
 
@@ -221,8 +224,8 @@ class KernelAttention(nn.Module):
         Raises:
             UnsupportedError: there are no others.
         """
-        reach = self.reach
-        if reach is None or torch.compiler.is_compiling() or length <= reach:
+        reach, endless = self.fitted_length, self.joint is not None and self.joint.rotary is not None
+        if endless or reach is None or torch.compiler.is_compiling() or length <= reach:
             return
         longest = length if mask is None else int(mask.sum(-1).max())  # padding is no text
         if longest <= reach:
@@ -423,7 +426,7 @@ def _continue_linear(
     if kernel.joint is not None:
         terms = [cast(AttentionTerm, term) for term in kernel.terms]
         earlier = cast("JointState | None", state)
-        return kernel.joint.continued(terms, q, k, v, mask, earlier, scaling, kept, kernel.reach, positions)
+        return kernel.joint.continued(terms, q, k, v, mask, earlier, scaling, kept, kernel.fitted_length, positions)
     state = cast("KernelState | None", state)
     root = scaling**0.5
     fields, band = [], None
