@@ -107,8 +107,8 @@ def convert(
         model: a transformers model, a SentenceTransformer, or the folder or Hub id of one.
         data: examples of the kind that the model will see. A list of texts, or of pairs of texts; a file of texts (.txt
             with one per line, .csv, .tsv, .jsonl, .parquet); a `datasets.Dataset` or DataFrame; images, or a folder of
-            them; or batches of model inputs, as `calibrate` takes them. Some (15%, and 1,000 examples at most) are held
-            out from everything, to compare the two models on.
+            them; or batches of model inputs, as `calibrate` takes them. Some (15%, but 1,000 examples and 100,000
+            tokens of texts at most) are held out from everything, to compare the two models on.
         budget: "2x" for half of the cost, or the share of it that may remain, in (0, 1), for which `plan` chooses parts
             and sizes. None converts `parts` as they are.
         of: what the budget is of: "latency", "macs" or "bytes".

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from snnk_peft.tasks.base_image import FilePictures, converted
 from snnk_peft.tasks.texts import Tokens, batches_by_length, checked_texts, drawn, read_texts
 
 HELD_OUT, MOST_HELD_OUT = 0.15, 1000  # of all examples, and so many at most
+MOST_HELD_OUT_TOKENS = 100_000  # of texts: comparing takes two forward passes, of long texts more time than the fit
 SIZE = 32  # examples per batch
 LEAST = 8  # batches, if there are examples for them: whole batches are held out from the fit
 TEXTS, IMAGES = 2500, 640  # examples that are read, unless it is said how many
@@ -102,6 +103,7 @@ def examples_of(
     else:
         tokens = _tokens([items[index] for index in chosen], door, max_length)
         size = min(size, max(1, ANSWERS // (_words(door.model) * max(tokens.lengths))))
+        held = max(1, sum(total <= MOST_HELD_OUT_TOKENS for total in accumulate(tokens.lengths[:held])))
         places = range(held, len(chosen)), range(held)
         made = [
             [tokens.batch(batch) for batch in batches_by_length(tokens.lengths, part, _size(len(part), size))]

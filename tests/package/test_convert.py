@@ -209,6 +209,18 @@ def test_texts_are_the_same_wherever_they_stand(kind: str, tmp_path: Path) -> No
     assert not ids & out
 
 
+def test_of_long_texts_fewer_are_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many of those that would be as have so many tokens together; the others are fitted."""
+    opened, given = door(tiny("bert"), tokenizer()), texts()
+    usual = examples_of(given, opened, None, None, None, 0)
+    lengths = [int(row.sum()) for batch in usual.held_out for row in batch["attention_mask"]]
+    monkeypatch.setattr("snnk_peft.converting.examples.MOST_HELD_OUT_TOKENS", sum(lengths) - 1)
+    fewer = examples_of(given, opened, None, None, None, 0).sizes
+    assert fewer == {"fitted": usual.sizes["fitted"] + 1, "held_out": usual.sizes["held_out"] - 1}
+    monkeypatch.setattr("snnk_peft.converting.examples.MOST_HELD_OUT_TOKENS", 1)
+    assert examples_of(given, opened, None, None, None, 0).sizes["held_out"] == 1
+
+
 @pytest.mark.parametrize("kind", ["csv", "dataset", "lists", "dicts"])
 def test_pairs(kind: str, tmp_path: Path) -> None:
     opened, first, second = door(tiny("bert"), tokenizer()), texts(), texts(seed=6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -281,9 +282,10 @@ def test_the_head_that_recalls_is_chosen():
     assert divergence(torch.zeros(2, 2)) > 1e-3
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
 def test_choosing_leaves_the_model_as_it_was(family):
-    model = causal_model(family).train()
+    neox = partial(build, "gpt_neox", "GPTNeoXForCausalLM", vocab_size=100)
+    model = (neox() if family == "gpt_neox" else causal_model(family)).train()
     batches = [{"input_ids": torch.randint(3, 100, (2, 700), generator=torch.Generator().manual_seed(0))}]
     room = {"near_field": 8, "progress": False}
     model.config.max_position_embeddings = 400  # the tokens of what comes back; Llama's tables have no end
