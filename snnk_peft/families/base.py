@@ -166,6 +166,13 @@ class ModelFamily(NamedOptions):
                 )
 
 
+def head_sizes(config: Any) -> tuple[int, int, int]:
+    """Return the numbers of query heads and key heads, and the size of one, of the config of a model's layers."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 BUNDLE_TYPE = "snnk_"  # before the model_type of bundles
 WITHOUT_FAMILY = (
     'Without a family, low rank goes onto any Linear or convolution: LowRankPart(targets="*", rank_scale=0.5)'

@@ -34,12 +34,12 @@ from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.functional.pairwise import causal_softmax_attention
 from snnk_peft.functional.precision import wide
 from snnk_peft.functional.rotary import Rotary
-from snnk_peft.functional.rounded import Rounded, as_rounded, restored, rounded
+from snnk_peft.functional.rounded import as_rounded
 from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps, State
+from snnk_peft.layers.full_heads import Heads, Stored, joined_heads, split_heads
 from snnk_peft.layers.joint_attention import JointAttention, JointState
 
 EXPLICIT = 2048  # keys up to which attention weights are formed on request
-Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some heads
 
 
 class KernelAttention(nn.Module):
@@ -153,26 +153,11 @@ class KernelAttention(nn.Module):
         (whole_q, whole_k, whole_v), (q, k, v) = self.split(q, k, v)
         whole_k, whole_v = as_rounded(whole_k, self.cache_bits), as_rounded(whole_v, value_bits)
         whole = causal_softmax_attention(whole_q, whole_k, whole_v, mask, options["scaling"])
-        return self.joined(whole, self._linear(q, k, v, mask, **options))
+        return joined_heads(whole, self._linear(q, k, v, mask, **options), self.full_heads)
 
     def split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Heads, Heads]:
         """Queries, keys and values of the full heads, and those of the others."""
-        grouped = q.unflatten(1, (k.shape[1], -1))
-        full, rest = ((grouped[:, heads].flatten(1, 2), k[:, heads], v[:, heads]) for heads in self._heads(k.shape[1]))
-        return full, rest
-
-    def joined(self, whole: Tensor, rest: Tensor) -> Tensor:
-        """Results of the full heads and of the others, (B, ·, L, D), in the order of the layer's heads."""
-        count = len(self.full_heads)
-        repeats = whole.shape[1] // count
-        both = torch.cat((whole, rest.to(whole.dtype)), 1).unflatten(1, (-1, repeats))
-        full, others = self._heads(both.shape[1])
-        place = {head: index for index, head in enumerate((*full, *others))}
-        return both[:, [place[head] for head in range(len(place))]].flatten(1, 2)
-
-    def _heads(self, groups: int) -> tuple[list[int], list[int]]:
-        """Key heads with softmax, and those with linear attention."""
-        return list(self.full_heads), [head for head in range(groups) if head not in self.full_heads]
+        return split_heads(q, k, v, self.full_heads)
 
     def _linear(
         self,
@@ -302,30 +287,6 @@ class KernelState(NamedTuple):
 LinearState = KernelState | JointState
 
 
-class _Stored(NamedTuple):
-    """Keys or values (B, F, t, d) of full heads, as they are or rounded."""
-
-    whole: Tensor | None
-    rounded: Rounded | None
-
-    @classmethod
-    def of(cls, x: Tensor, bits: int | None) -> _Stored:
-        return cls(x, None) if bits is None else cls(None, rounded(x, bits))
-
-    def and_then(self, other: _Stored) -> _Stored:
-        if self.rounded is not None and other.rounded is not None:
-            return _Stored(None, self.rounded.and_then(other.rounded))
-        assert self.whole is not None
-        assert other.whole is not None
-        return _Stored(torch.cat((self.whole, other.whole), -2), None)
-
-    def read(self, bits: int | None, dtype: torch.dtype) -> Tensor:
-        if self.rounded is None or bits is None:
-            assert self.whole is not None
-            return self.whole
-        return restored(self.rounded, bits, dtype)
-
-
 class FullState(NamedTuple):
     """All keys and values of full heads, which of them count (B, t), and the state of the others.
 
@@ -333,8 +294,8 @@ class FullState(NamedTuple):
         every: True if all tokens counted so far.
     """
 
-    keys: _Stored
-    values: _Stored
+    keys: Stored
+    values: Stored
     counts: Tensor
     rest: LinearState
     every: bool
@@ -399,7 +360,7 @@ def _continue_with_full_heads(
     (whole_q, whole_k, whole_v), (q, k, v) = kernel.split(q, k, v)
     counts = torch.ones(k.shape[0], k.shape[-2], dtype=torch.bool, device=k.device) if mask is None else mask
     bits = kernel.cache_bits
-    keys, values = (_Stored.of(each, bits) for each in (whole_k, whole_v))
+    keys, values = (Stored.of(each, bits) for each in (whole_k, whole_v))
     if state is not None:
         keys, values = state.keys.and_then(keys), state.values.and_then(values)
         counts = torch.cat((state.counts, counts), -1)
@@ -409,7 +370,7 @@ def _continue_with_full_heads(
     out = causal_softmax_attention(whole_q, whole_k, whole_v, counts if hides else None, scaling)
     before = None if state is None else state.rest
     rest, behind = _continue_linear(kernel, q, k, v, mask, before, scaling, kept, positions)
-    return kernel.joined(out, rest), FullState(keys, values, counts, behind, not hides)
+    return joined_heads(out, rest, kernel.full_heads), FullState(keys, values, counts, behind, not hides)
 
 
 def _continue_linear(

@@ -25,6 +25,7 @@ from snnk_peft.calibrating.batches import Batch
 from snnk_peft.calibrating.guards import evaluating
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
+from snnk_peft.families.base import head_sizes
 from snnk_peft.functional.pairwise import causal_softmax_attention, pairwise_mask
 from snnk_peft.parts.attention.interface import NAME
 from snnk_peft.parts.attention.part import AttentionPart
@@ -69,9 +70,7 @@ def cache_part(
         cache_bits=8,
     )
     length = getattr(config, "max_position_embeddings", None) or max(batch["input_ids"].shape[-1] for batch in batches)
-    heads = config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
+    heads, groups, dim = head_sizes(config)
     token = 2 * dim * 2  # bytes of a key and a value in half precision
     near: dict[str, Any] = {"near_field": part.near_field, "sinks": part.sinks}
     least = sum(near.values()) * token + FEATURES * (heads // groups) * (dim + 1) * 4  # sums are in fp32
@@ -148,7 +147,7 @@ def choose_full_heads(
         raise ConfigError(faults)
     modules: Any = [model.get_submodule(f"{path}.{family.attention}") for path in family.layer_paths(model)]
     config = family.config_of(model)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = head_sizes(config)[1]
     device = next(model.parameters()).device
     with frozen(model), evaluating(model), torch.enable_grad():
         gates = torch.full((len(modules), heads), 0.5, device=device, requires_grad=True)

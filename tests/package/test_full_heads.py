@@ -423,3 +423,20 @@ def test_weights_are_those_of_the_rounded_keys(bits):
     torch.testing.assert_close(own, out, rtol=1e-4, atol=1e-4 if bits is None else 0.5)
     with pytest.raises(UnsupportedError, match="for causal attention"):
         kernel(q, k, v)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_steps_read_the_projection_of_the_linear_heads(family):
+    """Also where the config counts no key heads apart; the maps are moved by the steps."""
+    name = next(name for name, auto in heads(family).items() if auto == "AutoModelForCausalLM")
+    model = widened(
+        build(family, name, num_attention_heads=4, **({} if family == "opt" else {"num_key_value_heads": 2}))
+    )
+    fields = {**HYBRID, "full_heads": [[0, 1]], "refit_output": True, "layers": [0]}
+    batches = [{"input_ids": each["input_ids"] % 50} for each in texts(length=20)]
+    rows = []
+    for steps in (0, 4):
+        hybrid = get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=AttentionPart(**fields), modules_to_save=[]))
+        calibrate(hybrid, batches, steps=steps, progress=False)
+        rows.append(kernels(hybrid)[0].maps()[0].projection.weight.detach().clone())
+    assert not torch.equal(*rows)

@@ -11,6 +11,7 @@ from typing import cast
 import torch
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.families.base import head_sizes
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.parts.attention.fit import MOST, QUERIES, TRIED, AttentionFitter
 from snnk_peft.parts.attention.recording import Recorded, Sample
@@ -88,8 +89,7 @@ class JointFitter(AttentionFitter):
         """Those of the output projection that read the heads that become linear."""
         if self.weight is None or not self.kernel.full_heads:
             return self.weight
-        config = self.module.config
-        by_head = self.weight.unflatten(1, (config.num_key_value_heads, -1))
+        by_head = self.weight.unflatten(1, (head_sizes(self.module.config)[1], -1))
         kept = [head for head in range(by_head.shape[1]) if head not in self.kernel.full_heads]
         return by_head[:, kept].flatten(1)
 

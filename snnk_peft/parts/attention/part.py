@@ -17,7 +17,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
-from snnk_peft.families.base import module_at
+from snnk_peft.families.base import head_sizes, module_at
 from snnk_peft.functional.rotary import Rotary
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -248,10 +248,7 @@ class AttentionPart(FeaturePart):
         chosen = choose_layers(
             self, [_window(module_at(model, path, "the attention")) for path in paths], context.where
         )
-        config = family.config_of(model)
-        heads = config.num_attention_heads
-        key_heads = getattr(config, "num_key_value_heads", None) or heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        heads, key_heads, dim = head_sizes(family.config_of(model))
         patches = []
         full = self._full_heads(chosen, key_heads, context)
         rotary = self._rotary(context) if self.position_free else None

@@ -1,0 +1,53 @@
+"""Key heads that keep softmax beside others that do not: taken apart, put together, and what a cache holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from snnk_peft.functional.rounded import Rounded, restored, rounded
+
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some heads
+
+
+def split_heads(q: Tensor, k: Tensor, v: Tensor, full: Sequence[int]) -> tuple[Heads, Heads]:
+    """Queries (B, H, L, d), keys and values (B, G, N, ·) of the key heads `full`, and those of the others."""
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    others = [head for head in range(k.shape[1]) if head not in full]
+    first, second = ((grouped[:, own].flatten(1, 2), k[:, own], v[:, own]) for own in (list(full), others))
+    return first, second
+
+
+def joined_heads(whole: Tensor, rest: Tensor, full: Sequence[int]) -> Tensor:
+    """Results of the heads `full` and of the others, (B, ·, L, D), in the order of the layer's heads."""
+    repeats = whole.shape[1] // len(full)
+    both = torch.cat((whole, rest.to(whole.dtype)), 1).unflatten(1, (-1, repeats))
+    order = [*full, *(head for head in range(both.shape[1]) if head not in full)]
+    return both[:, [order.index(head) for head in range(len(order))]].flatten(1, 2)
+
+
+class Stored(NamedTuple):
+    """Keys or values (B, F, t, d) of full heads, as they are or rounded."""
+
+    whole: Tensor | None
+    rounded: Rounded | None
+
+    @classmethod
+    def of(cls, x: Tensor, bits: int | None) -> Stored:
+        return cls(x, None) if bits is None else cls(None, rounded(x, bits))
+
+    def and_then(self, other: Stored) -> Stored:
+        if self.rounded is not None and other.rounded is not None:
+            return Stored(None, self.rounded.and_then(other.rounded))
+        assert self.whole is not None
+        assert other.whole is not None
+        return Stored(torch.cat((self.whole, other.whole), -2), None)
+
+    def read(self, bits: int | None, dtype: torch.dtype) -> Tensor:
+        if self.rounded is None or bits is None:
+            assert self.whole is not None
+            return self.whole
+        return restored(self.rounded, bits, dtype)
