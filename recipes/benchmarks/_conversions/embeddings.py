@@ -12,8 +12,9 @@ of the training sets of STS-B, QQP, MNLI and SST-2, without labels and without t
   its duplicate is among the ten nearest.
 
 int8 is ONNX Runtime's dynamic quantisation, of the original and of each conversion. Speed-ups are the time of the
-original in torch over that of the model, in turn, on 32 x 64 tokens. Figures go to results/convert_embeddings, after
-each model: what is there with the same settings is not measured again. embeddings.png is drawn beside them.
+original in torch over that of the model, in turn, on 32 x 64 tokens. Each seed has sentences of its own; the table
+tells means over them, and the least cosine. Figures go to results/convert_embeddings, after each model: what is there
+with the same settings is not measured again. embeddings.png is drawn beside them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, zip_longest
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ Model = Callable[..., Mapping[str, Any]]  # of torch, or the program of a file
 TIMED = "32x64"
 SHORTEST = 20  # characters of a text: rows of SST-2 are phrases, many of a word or two
 BATCH = 64
+TOLD = ("cosine", "least cosine", "spearman", "recall", "found", "speed-up", f"ms per {TIMED} tokens", "bytes")
 
 
 class Judged(NamedTuple):
@@ -151,12 +153,23 @@ def measured(name: str, model: Model, size: int, door: Opened, on: Judged, origi
     seconds = alternate({"original": forward(door.model), name: forward(model)}, repetitions)
     given = original if model is door.model else [vectors(model, door, each) for each in (on.pairs, on.corpus)]
     return {
-        "model": name,
         **figures_of(given, on, original),
         "speed-up": ratio(seconds["original"], seconds[name]),
         f"ms per {TIMED} tokens": 1000 * statistics.median(seconds[name]),
         "bytes": size,
     }
+
+
+def means(measured: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A row per model, over the seeds."""
+    by_model: dict[str, list[Mapping[str, Any]]] = {}
+    for row in measured:
+        by_model.setdefault(row["model"], []).append(row)
+    return [
+        {"model": name}
+        | {key: (min if key == "least cosine" else statistics.mean)(row[key] for row in rows) for key in TOLD}
+        for name, rows in by_model.items()
+    ]
 
 
 def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
@@ -178,8 +191,9 @@ def add_options(options: argparse.ArgumentParser) -> None:
     """What is converted, and with what."""
     options.add_argument("--model", type=Path, required=True, help="folder of the sentence encoder")
     options.add_argument("--data", required=True, help="folder with STS-B, QQP, MNLI and SST-2 of GLUE")
-    options.add_argument("--sentences", type=int, default=6000, help="unlabelled training sentences (default 6000)")
+    options.add_argument("--sentences", type=int, default=6000, help="unlabelled, of each seed (default 6000)")
     options.add_argument("--budgets", nargs="*", default=["1.5x", "2x", "3x"], help="of convert (default 1.5x 2x 3x)")
+    options.add_argument("--seeds", type=int, default=3, help="draws of the sentences (default 3)")
     options.add_argument("--steps", type=int, default=300, help="of the recovery (default 300)")
     options.add_argument("--queries", type=int, default=500, help="questions that are searched with (default 500)")
     options.add_argument("--corpus", type=int, default=5000, help="texts among which is searched (default 5000)")
@@ -190,41 +204,50 @@ def run(arguments: argparse.Namespace) -> None:
     door = opened(str(arguments.model))
     door.model.eval()
     on = judged(arguments.data, arguments.queries, arguments.corpus)
-    texts = unlabelled(arguments.data, arguments.sentences, on)
+    texts = unlabelled(arguments.data, arguments.sentences * arguments.seeds, on)
+    count = min(arguments.sentences, len(texts) // arguments.seeds)
     settings = {
         "model": arguments.model.name,
-        "sentences": len(texts),
+        "sentences": count,
         "steps": arguments.steps,
         "queries": len(on.queries),
         "corpus": len(on.corpus),
         "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
     }
     known = read_json(arguments.output) if arguments.output.exists() else {}
-    rows = {row["model"]: row for row in known.get("rows", [])} if known.get("settings") == settings else {}
-    made = known.get("conversions", {}) if rows else {}
+    known = known if known.get("settings") == settings else {}
+    rows = {(row["model"], row["seed"]): row for row in known.get("measured", [])}
+    made = known.get("conversions", [])
     original = [vectors(door.model, door, each) for each in (on.pairs, on.corpus)]
 
-    def add(name: str, model: Model, size: int) -> None:
-        rows[name] = measured(name, model, size, door, on, original, arguments.repetitions)
-        figures = {"settings": settings, "conversions": made}
-        report(figures, list(rows.values()), arguments.output, "A sentence encoder, converted without labels")
-        draw(list(rows.values()), arguments.output.with_name("embeddings.png"))
+    def add(name: str, seed: int, model: Model, size: int) -> None:
+        row = measured(name, model, size, door, on, original, arguments.repetitions)
+        rows[name, seed] = {"model": name, "seed": seed, **row}
+        figures, table = (
+            {"settings": settings, "measured": list(rows.values()), "conversions": made},
+            means(rows.values()),
+        )
+        report(figures, table, arguments.output, "A sentence encoder, converted without labels")
+        draw(table, arguments.output.with_name("embeddings.png"))
 
-    for name in ("original", *arguments.budgets):
-        if {name, f"{name} int8"} <= rows.keys():
+    for seed, name in product(range(arguments.seeds), ("original", *arguments.budgets)):
+        if {(name, seed), (f"{name} int8", seed)} <= rows.keys() or (name == "original" and seed):
             continue
-        model: Any = door.model
+        model, own = door.model, texts[seed * count : (seed + 1) * count]
         if name != "original":
-            options = {"samples": len(texts), "steps": arguments.steps, "progress": False}
-            done = convert(str(arguments.model), texts, name, inputs=timed(door.model, TIMED), **options)
+            options = {"samples": len(own), "steps": arguments.steps, "seed": seed, "progress": False}
+            done = convert(str(arguments.model), own, name, inputs=timed(door.model, TIMED), **options)
             print(done.report, flush=True)
             told = done.report.to_dict()
-            model, made[name] = _encoder(done.model), {key: told[key] for key in ("seconds", "recovery")}
-        add(name, model, sum(tensor.nbytes for tensor in model.state_dict().values()))
+            made = [each for each in made if (each["model"], each["seed"]) != (name, seed)]
+            made.append({"model": name, "seed": seed, "seconds": told["seconds"], "recovery": told["recovery"]})
+            model = _encoder(done.model)
+        add(name, seed, model, sum(tensor.nbytes for tensor in model.state_dict().values()))
         with tempfile.TemporaryDirectory() as folder:
-            inputs = dict(door.reader(texts[:BATCH], padding=True, truncation=True, max_length=64, return_tensors="pt"))
+            inputs = dict(door.reader(own[:BATCH], padding=True, truncation=True, max_length=64, return_tensors="pt"))
             file = exported(model, Path(folder), [inputs])
-            add(f"{name} int8", runner(file), bytes_of(file))
+            add(f"{name} int8", seed, runner(file), bytes_of(file))
 
 
 def _encoder(model: Any) -> Any:
