@@ -23,6 +23,7 @@ class Rotary:
 
     def __init__(self, frequencies: Sequence[float], distance: int):
         self.frequencies, self.distance = tuple(frequencies), distance
+        self._theta = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu")
 
     def keys(self, k: Tensor, positions: Tensor) -> Tensor:
         """Keys (B, G, t, d) at positions (B or 1, t), as if at 0."""
@@ -32,13 +33,25 @@ class Rotary:
         """Queries (B, H, L, d) at positions (B or 1, L), as if at `distance`."""
         return self._turned(q, self.distance - positions)
 
+    def both(self, q: Tensor, at: Tensor, k: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
+        """`queries` and `keys` of one token each, their angles formed together."""
+        cos, sin = self._angles(torch.cat((self.distance - at, -key_positions), 1), q)
+        return turned(q, cos[:, :, :1], sin[:, :, :1]), turned(k, cos[:, :, 1:], sin[:, :, 1:])
+
     def _turned(self, x: Tensor, by: Tensor) -> Tensor:
-        """Angles in float64: at position 100,000 those in float32 are off by .01."""
-        kept = 2 * len(self.frequencies)
-        theta = torch.tensor(self.frequencies, dtype=torch.float64, device=x.device)
-        angles = (by.unsqueeze(-1).double() * theta).unsqueeze(1)
-        working = torch.promote_types(x.dtype, torch.float32)
-        cos, sin = angles.cos().to(working), angles.sin().to(working)
-        first, second, rest = x.to(working).split((kept // 2, kept // 2, x.shape[-1] - kept), -1)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
-        return turned.to(x.dtype)
+        return turned(x, *self._angles(by, x))
+
+    def _angles(self, by: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, 1, t, r/2), of angles in float64: at position 100,000 those in float32 are off by
+        .01."""
+        angles = (by.unsqueeze(-1).double() * self._theta.to(like.device)).unsqueeze(1)
+        working = torch.promote_types(like.dtype, torch.float32)
+        return angles.cos().to(working), angles.sin().to(working)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of the first numbers of x (..., d) turned, cosines and sines being (..., r/2)."""
+    half = cos.shape[-1]
+    first, second, rest = x.to(cos.dtype).split((half, half, x.shape[-1] - 2 * half), -1)
+    parts = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*parts, rest) if rest.shape[-1] else parts, -1).to(x.dtype)

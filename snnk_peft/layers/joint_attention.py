@@ -37,6 +37,7 @@ from snnk_peft.functional.near_field import Sinks, near_attention
 from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.functional.rotary import Rotary
 from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps
+from snnk_peft.layers.joint_step import attend_at_once, far_logarithms, with_key
 from snnk_peft.projections.base import Projection
 
 # The weight of far keys behind the fitted length falls by (place / length)^-2. Of SmolLM2, fitted to 2,048 tokens, the
@@ -194,6 +195,8 @@ class JointAttention(nn.Module):
         if positions is None and state is not None:
             positions = state.place[:, None] + torch.arange(k.shape[-2], device=k.device)
         new = self._counted(k, v, mask, positions)
+        if state is not None and k.shape[-2] == 1:
+            return self._one(terms, q, new, state, scaling, reach, kept)
         out, (sums, band, sinks, place) = self._behind(terms, q, new, state, scaling, reach, kept)
         owned = (KeyMeans(each.values.clone(), each.log_weight.clone()) for each in sums)
         return out, JointState(tuple(owned), band.owned(), sinks.owned(), place)
@@ -265,6 +268,49 @@ class JointAttention(nn.Module):
         )
         last = window.part(length, length + self.width)
         return out, JointState(tuple(sums), last, sinks, place[:, -1])
+
+    def _one(
+        self,
+        terms: Sequence[AttentionTerm],
+        q: Tensor,
+        new: Kept,
+        state: JointState,
+        scaling: float,
+        reach: int | None,
+        kept: KeptMaps | None,
+    ) -> tuple[Tensor, JointState]:
+        """`_behind` of one token (layers/joint_step.py)."""
+        place, sinks = state.place.unsqueeze(-1) + new.counts, state.sinks
+        near, late = new, state.band.part(0, 1)
+        if self.sinks:
+            found = (place == torch.arange(1, self.sinks + 1, device=q.device)) & new.counts
+            there = found[:, None, :, None]
+            keys, values = (torch.where(there, own, old) for own, old in zip(new[:2], sinks[:2], strict=True))
+            sinks = Kept(keys, values, sinks.counts | found)
+            near = new._replace(counts=new.counts & (place > self.sinks))
+        band = state.band.part(1, self.width).and_then(near)
+        far_q = q
+        if self.rotary is not None and new.positions is not None and late.positions is not None:
+            far_q, late_keys = self.rotary.both(q, new.positions, late.keys, late.positions)
+            late = late._replace(keys=late_keys)
+        fields, sums = [], []
+        for number, term in enumerate(terms):
+            queries, keys_map = _maps(term, q, new.keys, None, True, scaling, kept)
+            leaving = self._spread(term, late)
+            with full_precision(q):
+                means = with_key(state.sums[number], *leaving[:3], keys_map)
+                logs = far_logarithms(wide(far_q), means, queries, keys_map)
+                own = self.factor[number].to(logs)
+                factor = (wide(far_q).squeeze(2) * (own[:, :-1] * scaling**0.5)).sum(-1) + own[:, -1]
+                logs = logs + factor[:, :, None, None]
+                if reach is not None and self.rotary is not None:
+                    logs = logs - FADING * (place / reach).clamp_min(1).log().to(logs.dtype)[:, None, None]
+                elif reach is not None:
+                    logs = logs.masked_fill((place > reach)[:, None, None], ABSENT)
+            fields.append((logs, means.values))
+            sums.append(means)
+        seen = Kept(*band[:3]).and_then(Kept(*sinks[:3])) if self.sinks else band
+        return attend_at_once(q, *seen[:3], fields, scaling), JointState(tuple(sums), band, sinks, place[:, 0])
 
     def _both_ways(self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, scaling: float) -> Tensor:
         """Every query sees every key."""

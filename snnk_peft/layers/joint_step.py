@@ -1,0 +1,64 @@
+"""One token after a state, near and far field under one normalisation: one softmax over keys and features.
+
+    out = softmax([q·k_j, j near or sink;  log φ_r(q) + log Z_r + log g(q), r of each term]) · [v_j;  M_r]
+
+M_r and log Z_r are means and weights of the far keys (functional/exponential_attention.py), the rest is that of
+layers/joint_attention.py, which computes the same for any number of tokens, in more than twice as many operations; and
+their number is what one token costs. Shapes: q (B, H, 1, d), near keys (B, G, w + s, d), M (B, G or H, m, D) ->
+(B, H, 1, D). Tested against all tokens at once in tests/package/test_joint_attention.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from snnk_peft.functional.exponential_attention import KeyMeans
+from snnk_peft.functional.log_linear import ABSENT, LogLinear, both_offsets, common_logarithm, key_logarithms
+from snnk_peft.functional.log_linear import query_logarithms as logarithms_of
+from snnk_peft.functional.precision import full_precision, wide
+
+
+def with_key(means: KeyMeans, k: Tensor, v: Tensor, counts: Tensor, keys: LogLinear) -> KeyMeans:
+    """The means of one more key (B, G, 1, d) and its value (B, G, 1, D), where counts (B, 1) says so."""
+    own = key_logarithms(k.to(keys.rows.dtype), keys.rows, keys.square, counts).squeeze(-2)
+    together = torch.logaddexp(means.log_weight, own)
+    share = (own - together).exp().unsqueeze(-1)
+    return KeyMeans(torch.lerp(means.values, v.to(share.dtype), share), together)
+
+
+def far_logarithms(q: Tensor, means: KeyMeans, queries: LogLinear, keys: LogLinear) -> Tensor:
+    """log φ_r(q) + log Z_r, (B, H, 1, m), of one query per head (B, H, 1, d)."""
+    groups, offset = means.values.shape[1], both_offsets(queries, keys)
+    logs = logarithms_of(q, queries.rows, groups) + (means.log_weight + offset)[:, :, None, None]
+    return logs.flatten(1, 2) + common_logarithm(q, queries, groups).unsqueeze(-1)
+
+
+def attend_at_once(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    counts: Tensor,
+    far: Sequence[tuple[Tensor, Tensor]],
+    scaling: float,
+) -> Tensor:
+    """(B, H, 1, D): keys (B, G, n, d) and values where counts (B, n), and of each term logarithms (B, H, 1, m) and
+    means (B, G or H, m, D)."""
+    with full_precision(v):
+        groups, width = k.shape[1], k.shape[2]
+        near = (wide(q) * scaling).unflatten(1, (groups, -1)).squeeze(3) @ wide(k).mT
+        near = near.masked_fill(~counts[:, None, None], ABSENT).flatten(1, 2)
+        nothing = near.new_full((*near.shape[:2], 1), ABSENT / 2)  # all that a query without keys sees
+        logs = torch.cat((near, *(logarithms.squeeze(2) for logarithms, _ in far), nothing), -1)
+        of_near, *others, _ = logs.softmax(-1).split([width, *(means.shape[2] for _, means in far), 1], -1)
+        out = _mean(of_near, wide(v))
+        for weights, (_, means) in zip(others, far, strict=True):
+            out = out + _mean(weights, means)
+        return out.unsqueeze(2).to(v.dtype)
+
+
+def _mean(weights: Tensor, values: Tensor) -> Tensor:
+    """Weights (B, H, n) of values (B, G, n, D)."""
+    return (weights.unflatten(1, (values.shape[1], -1)) @ values).flatten(1, 2)
