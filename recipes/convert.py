@@ -6,8 +6,8 @@
 Feed-forward blocks, attention and pooler become feature maps, as the section `convert` says, or as `plan` finds for a
 budget (convert.budget=2x); `calibrate` fits them to the original on unlabelled texts, `bundle` multiplies them out, and
 convert.recover seconds of steps bring the whole nearer to the original. If the task has labels, original and conversion
-are scored by them; texts alone are `snnk_peft.convert`, of any model of texts, and 15% of them tell how near the
-answers of both are. output.dir receives bundle/ (the model with its tokenizer and card, to be loaded
+are scored by them; with texts alone this is `snnk_peft.convert`, for any model of texts, and 15% of them measure
+how close both models' answers are. output.dir receives bundle/ (the model with its tokenizer and card, to be loaded
 like any other), metrics.json, and what was planned and fitted: plan.json, calibration.json and their plots.
 
 With a task, train.epochs=1 trains the conversion for an epoch to predict as the original does (train.logits,
@@ -27,7 +27,7 @@ from snnk_cli.convert_settings import ConvertConfig
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130, 143 stopped)."""
+    """Convert as requested; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     request = read_command_line("convert.py", ConvertConfig, __doc__, argv)
     from snnk_cli import converting  # with torch, for which `--help` need not wait
 

@@ -6,7 +6,7 @@
 
 Settings are `section.key=value`; `--help` lists them. A run killed at any moment continues with `--resume` and ends
 with the same weights, bit for bit, as one that was never interrupted (on the same number of threads: another one takes
-sums in another order). SIGTERM and Ctrl-C save first (exit codes 143, 130) and tell the command that
+sums in another order). SIGTERM and Ctrl-C save first (exit codes 143, 130) and print the command that
 continues.
 """
 
@@ -19,7 +19,7 @@ from snnk_cli.settings import FinetuneConfig
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Fine-tune a model; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     request = read_command_line("finetune.py", FinetuneConfig, __doc__, argv)
     from lib import finetuning
 

@@ -8,7 +8,7 @@ The head reads hidden states of several layers, pooled over the tokens (method.v
 its ridge chosen by generalised cross-validation. output.dir receives bundle/ (the model with its tokenizer and card, to
 be loaded like any other), statistics.safetensors (what `ClosedFormHead.merge` and `remove` take), metrics.json, and
 score_over_seconds.png: the score after an eighth, a quarter, ... of the examples, beside runs of finetune.py that
-method.beside names. The seconds of such a point are those of reading so many examples and of one fit.
+method.beside names. The seconds of such a point are those of reading its examples and of one fit.
 
 Settings are `section.key=value`; `--help` lists them.
 """
@@ -23,7 +23,7 @@ from snnk_cli.config import read_command_line
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fit as the command line says; returns the exit code (0 done, 2 wrong input, 130 or 143 stopped)."""
+    """Fit the head; returns the exit code (0 done, 2 wrong input, 130 or 143 stopped)."""
     request = read_command_line("fit_head.py", FitHeadConfig, __doc__, argv)
     from lib import head_fitting
 

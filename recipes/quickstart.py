@@ -78,7 +78,7 @@ from snnk_peft.model_card import write_model_card
 LATENCY_TOKENS = 64
 REPETITIONS = 9
 PROBE = {"epochs": 30, "learning_rate": 1e-2, "batch_size": 256}
-# As in recipes/configs/glue: less than LoRA trains.
+# As in recipes/configs/glue: fewer trained parameters than LoRA.
 ADAPTERS = MethodSection(
     adapter={
         "component": "gelu",
@@ -97,12 +97,12 @@ PARITY = 1e-4  # largest difference of a probability between this process and th
 
 
 class Stage(Finetuning):
-    """One training of the quickstart: a fine-tuning whose data and model are at hand, scored once, at the end.
+    """A training of the quickstart: fine-tuning with given data and model, scored once at the end.
 
     Args:
         config: the settings.
-        data: what it reads; `data.splits` holds "test".
-        build: makes the model, with requires_grad where it is trained.
+        data: data of the training; `data.splits` holds "test".
+        build: creates the model, with requires_grad set on what is trained.
     """
 
     program = "quickstart.py"
@@ -113,44 +113,44 @@ class Stage(Finetuning):
 
     @property
     def title(self) -> str:
-        """The name of its run folder."""
+        """The name of the run folder."""
         return Path(self.config.output.dir).name
 
     def data(self, accelerator: Any) -> Data:
-        """As given."""
+        """Return the given data."""
         return self._data
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> nn.Module:
-        """As `build` makes it."""
+        """Return the model that `build` creates."""
         return self._build()
 
     def score(self, model: nn.Module, splits: Any, accelerator: Any, stopped: Any) -> dict[str, float] | None:
-        """Accuracy; in float32, whatever the training computes in, as the bundle's."""
+        """Return the accuracy, in float32 like the bundle's, whatever the precision of training."""
         plain = unwrapped(accelerator, model)  # the last step is done
         correct = count_correct(plain, splits["test"], accelerator, stopped)
         return None if correct is None else {"score": correct / len(splits["test"]), "correct": correct}
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """The model goes on to the next step."""
+        """Keep the model for the next step, and report as usual."""
         self.trained = done.model
         return super().report(done)
 
     def summary(self, done: Finished, figures: Any) -> str:
-        """Accuracy, in a line."""
+        """Return the accuracy in one line."""
         return f"{self.title}: accuracy {done.best['score']:.1%}"
 
 
 @dataclass(frozen=True)
 class Stages:
-    """What the trainings of one start have in common.
+    """The settings that all trainings of one start share.
 
     Args:
-        folder: where their run folders go.
+        folder: parent of their run folders.
         task: name in `data.TASKS`.
         precision: train.mixed_precision of all of them.
-        command: continues the program; shown when it is stopped.
-        resume: take what an earlier start of the program has done.
-        seed: of every random draw.
+        command: the command that continues the program; shown when it is stopped.
+        resume: reuse what an earlier start of the program has done.
+        seed: seed of every random draw.
     """
 
     folder: Path
@@ -163,13 +163,13 @@ class Stages:
     def train(
         self, name: str, method: MethodSection, data: Data, build: Callable[[], nn.Module], **train: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """The trained model and its metrics.json; ends the program if the training is stopped or fails.
+        """Return the trained model and its metrics.json; ends the program if the training is stopped or fails.
 
         Args:
-            name: of the run folder.
-            method: for the record; `build` acts on it.
-            data: as for `Stage`.
-            build: as for `Stage`.
+            name: name of the run folder.
+            method: method to record; `build` carries it out.
+            data: see `Stage`.
+            build: see `Stage`.
             train: fields of FinetuneTrain, such as epochs and learning_rate.
         """
         folder = self.folder / name
@@ -192,14 +192,14 @@ class Stages:
 
 
 def load_reference(corpus: Corpus) -> tuple[Any, nn.Module]:
-    """Tokenizer and pretrained encoder, with a new classifier."""
+    """Load tokenizer and pretrained encoder, with a new classifier."""
     labels = {"id2label": dict(enumerate(corpus.labels)), "label2id": {x: i for i, x in enumerate(corpus.labels)}}
     model = AutoModelForSequenceClassification.from_pretrained(get_model_path(), **labels)
     return AutoTokenizer.from_pretrained(get_model_path()), model.eval()
 
 
 def pooled(model: nn.Module, examples: Examples, title: str, precision: str = "no") -> Vectors:
-    """What the classifier reads of each example."""
+    """Encode the examples into the vectors that the classifier reads."""
 
     @torch.no_grad()
     def encode(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -210,15 +210,16 @@ def pooled(model: nn.Module, examples: Examples, title: str, precision: str = "n
 
 
 def batches_of(examples: Examples, count: int) -> list[dict[str, torch.Tensor]]:
-    """The first `count` examples."""
+    """Return batches of the first `count` examples."""
     chosen = range(min(count, len(examples)))
     return [examples.batch(chosen[start : start + BATCH_SIZE]) for start in chosen[::BATCH_SIZE]]
 
 
 def converted(model: nn.Module, ffn: FFNPart, examples: Examples, count: int, seed: int) -> tuple[nn.Module, Any]:
-    """An adapted model whose feed-forward blocks a second adapter has replaced, fitted to `count` examples; the report.
+    """Replace the feed-forward blocks of an adapted model by a second adapter, fitted to `count` examples.
 
-    The adapters may then learn to make up for what the new blocks lack; those stay as they were fitted.
+    The adapters can then be trained to compensate for the new blocks, which stay as fitted. Returns a copy and the
+    calibration report.
     """
     model = copy.deepcopy(model)
     model.add_adapter("converted", SNNKConfig(ffn=ffn, modules_to_save=[], seed=seed))
@@ -232,13 +233,13 @@ def converted(model: nn.Module, ffn: FFNPart, examples: Examples, count: int, se
 def count_correct(
     model: nn.Module, examples: Examples, accelerator: Any, stopped: Callable[[], bool] = lambda: False
 ) -> int | None:
-    """How many examples the model labels correctly; None if `stopped` became true on the way."""
+    """Count the examples that the model labels correctly; None if `stopped` became true meanwhile."""
     found = predict(model, examples, BATCH_SIZE, accelerator, stopped)
     return None if found is None else int((found[0].argmax(-1) == found[1]).sum())
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked; the folder of an earlier run is removed if --overwrite asks for it."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("quickstart"), help="folder for the results (%(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace the results of an earlier run in --out")
@@ -273,7 +274,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def folder_faults(options: argparse.Namespace) -> list[str]:
-    """Why --out must not be written: it is something else, or a run with other options is to be continued."""
+    """Return why --out must not be written: it is something else, or the run to resume has other options."""
     out = options.out
     if not out.exists():
         return []
@@ -290,12 +291,12 @@ def folder_faults(options: argparse.Namespace) -> list[str]:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What decides the figures."""
+    """Return the options that affect the figures."""
     return {key: value for key, value in vars(options).items() if key not in ("out", "overwrite", "resume")}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the command line and do everything in a folder that nobody else writes."""
+    """Parse the command line and run everything in a folder locked for this process."""
     argv = sys.argv[1:] if argv is None else argv
     options = arguments(argv)
     out: Path = options.out
@@ -306,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if out.exists() and options.overwrite:
             shutil.rmtree(out)
         out.mkdir(parents=True, exist_ok=True)
-        # An interrupted run can be recognised, continued and overwritten by this file.
+        # By this file an interrupted run is recognised, to be continued or overwritten.
         write_json(out / "metrics.json", {"finished": False, "settings": settings_of(options)})
         run(options, argv)
 
@@ -385,7 +386,7 @@ def run(options: argparse.Namespace, argv: Sequence[str]) -> None:
     recipe = {"epochs": options.recovery_epochs, "learning_rate": options.learning_rate / 2}
     recovered, _ = stages.train("recovery", method, data, lambda: fitted, **recipe)
 
-    # Bundle: features, readouts and the matrices behind them are multiplied together.
+    # Bundle: features, readouts and the matrices after them are multiplied together.
     step("bundle")
     small = bundle(recovered)
 

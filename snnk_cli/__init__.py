@@ -1,7 +1,7 @@
 """The command `snnk`, and what it shares with the programs of a clone (recipes/).
 
-Importing snnk_peft imports torch, which takes seconds. Those modules of it that the command line needs are imported
-by themselves, under their own names, so that `--help` answers at once; whoever imports snnk_peft later gets the same.
+Importing snnk_peft imports torch, which takes seconds. The modules of it that the command line needs are imported
+on their own, under their own names, so that `--help` answers at once; a later import of snnk_peft gets the same ones.
 """
 
 import importlib.util
@@ -20,6 +20,6 @@ def _import_alone(name: str) -> None:
     spec.loader.exec_module(sys.modules[spec.name])
 
 
-for _name in ("errors", "options", "registry", "yaml_files"):  # each imports none but those before it
+for _name in ("errors", "options", "registry", "yaml_files"):  # each imports only those before it
     if f"snnk_peft.{_name}" not in sys.modules:
         _import_alone(_name)

@@ -19,7 +19,7 @@ import typer
 
 from snnk_cli.config import Request, describe
 from snnk_cli.convert_settings import ConvertConfig
-from snnk_cli.settings import EvaluateConfig
+from snnk_cli.settings import EvaluateConfig, LanguageConfig
 
 app = typer.Typer(
     name="snnk",
@@ -58,8 +58,8 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what an ea
 OutputFolder = Annotated[Path | None, typer.Option(help="folder for the result (the model's name with -snnk)")]
 
 
-def _listed(settings: type[Any]) -> str:
-    return "\b\nSettings (default):\n" + "\n".join(describe(settings))
+def _listed(settings: type[Any], title: str = "Settings") -> str:
+    return f"\b\n{title} (default):\n" + "\n".join(describe(settings))
 
 
 def _value(name: str, value: Any) -> list[str]:
@@ -95,6 +95,11 @@ def _done(work: Callable[[], int], as_json: bool, result: Callable[[], Any]) -> 
     if as_json and code == 0:
         print(json.dumps(result(), indent=2))
     raise typer.Exit(code)
+
+
+def _is_decoder(bundle: Path) -> bool:
+    kinds = str(_read(bundle / "config.json").get("architectures"))
+    return "CausalLM" in kinds or "LMHead" in kinds
 
 
 def _read(file: Path) -> Any:
@@ -166,31 +171,54 @@ def convert(
         )
         if code == 0:
             bundle = shlex.quote(str(target / "bundle"))
-            print(f"next: snnk score {bundle} --table LABELLED.csv\n      snnk export {bundle} --int8")
+            if _is_decoder(target / "bundle"):
+                print(f"next: snnk score {bundle} --texts LONG.txt --beside {shlex.quote(model)}")
+            else:
+                print(f"next: snnk score {bundle} --table LABELLED.csv\n      snnk export {bundle} --int8")
         return code
 
     _done(work, as_json, lambda: _read(target / "metrics.json"))
 
 
-@app.command(epilog=_listed(EvaluateConfig), short_help="Score a classifier on labelled examples.")
+@app.command(
+    epilog=f"{_listed(EvaluateConfig)}\n\n{_listed(LanguageConfig, 'Settings with --texts')}",
+    short_help="Score a classifier on labelled examples, or a language model on texts.",
+)
 def score(
     model: Model,
     settings: Settings = None,
+    texts: Annotated[
+        Path | None, typer.Option(help="of a language model: a .txt file, which is one text, or a table of them")
+    ] = None,
+    beside: Annotated[str | None, typer.Option(help="with --texts: another model, scored in the same run")] = None,
     table: Table = None,
     images: Images = None,
     task: Annotated[str | None, typer.Option(help="short for task=NAME; a run knows its own")] = None,
     output: Annotated[Path | None, typer.Option(help="also write the result to this JSON file")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Score a classifier on labelled texts or images: a model, a bundle, an adapter or a run."""
+    """Score a classifier on labelled texts or images: a model, a bundle, an adapter or a run.
+
+    Or, with --texts, a causal language model: perplexity by position, what it copies and finds from far back, its cache
+    and its speed; with --output also as a picture.
+    """
     given = [*_value("task", task), *_examples(None, table, images, "eval_file"), *(settings or [])]
     results: list[dict[str, Any]] = []
+    if texts is not None and (table is not None or images is not None or task is not None):
+        raise typer.BadParameter("--texts score a language model, and have no labels; expected no other examples")
+    if texts is None and beside is not None:
+        raise typer.BadParameter("--beside goes with --texts")
 
     def work() -> int:
         from snnk_cli.files import guarded
         from snnk_cli.models import local_folder
         from snnk_cli.scoring import score_folder
 
+        if texts is not None:
+            from snnk_cli.language import score_language
+
+            own = [*_value("beside", beside), *(settings or [])]
+            return guarded(lambda: score_language(local_folder(model), texts, own, output, results))
         return guarded(lambda: score_folder(local_folder(model), given, output, results=results))
 
     _done(work, as_json, lambda: results[0])

@@ -1,4 +1,4 @@
-"""Other ways to adapt a pretrained model, for comparison: PEFT's, and what is only a choice of what is trained.
+"""Other ways to adapt a pretrained model, for comparison: PEFT's methods, and BitFit.
 
 lora                LoRA (Hu et al. 2021); with lora.dora DoRA (Liu et al. 2024); with lora.norms also all norms
 ia3, vera           (IA)³ (Liu et al. 2022) and VeRA (Kopiczko et al. 2023)
@@ -32,18 +32,18 @@ PEFT_BASELINES = ("lora", "ia3", "vera", "boft")
 def with_baseline(
     base: PreTrainedModel, method: MethodSection, saved: list[str], task_type: str | None, seed: int
 ) -> Any:
-    """The PeftModel of one of `PEFT_BASELINES`.
+    """Wrap `base` in the PeftModel of one of `PEFT_BASELINES`.
 
     Args:
         base: the pretrained model with a fresh classifier.
         method: the settings.
         saved: modules that are trained and saved in full, besides those that PEFT saves for the task type.
-        task_type: of PEFT, or None.
-        seed: of VeRA's shared random matrices.
+        task_type: task type of PEFT, or None.
+        seed: seed of VeRA's shared random matrices.
 
     Raises:
-        ConfigError: modules that the model does not have, an architecture for which PEFT has no choice, or blocks that
-            do not fit.
+        ConfigError: the model lacks the target modules, PEFT has no default for its architecture, or the blocks do not
+            fit.
     """
     lora = method.lora
     if lora.norms:
@@ -101,14 +101,14 @@ def with_baseline(
 
 
 def _with_boft(base: PreTrainedModel, config: Any) -> Any:
-    """The PeftModel; a ConfigError where PEFT would take fewer butterfly factors than asked for.
+    """Return the BOFT PeftModel; raise a ConfigError where PEFT would use fewer butterfly factors than asked for.
 
-    PEFT tries to compile a CUDA extension also where there is no GPU, warns that it failed, and takes one factor.
+    Even without a GPU, PEFT tries to compile a CUDA extension, warns that it failed, and falls back to one factor.
     """
     _load_compiler()
     asked = config.boft_n_butterfly_factor
     with warnings.catch_warnings():
-        if asked == 1:  # which is what it warns of
+        if asked == 1:  # what it warns about
             warnings.filterwarnings("ignore", message="Failed to load the CUDA extension")
             warnings.filterwarnings("ignore", message="Setting boft_n_butterfly_factor to 1")
         model = get_peft_model(base, config)
@@ -122,9 +122,9 @@ def _with_boft(base: PreTrainedModel, config: Any) -> Any:
 
 
 def _load_compiler() -> None:
-    """Import torch's extension builder, as PEFT will, also where setuptools would rather not be imported.
+    """Import torch's extension builder, as PEFT will, even where setuptools refuses to be imported.
 
-    Before Python 3.12 setuptools refuses in a process that has looked for pip, as huggingface_hub may have.
+    Before Python 3.12 setuptools refuses in a process that has looked up pip, as huggingface_hub may have.
     """
     try:
         importlib.import_module("torch.utils.cpp_extension")
@@ -144,7 +144,7 @@ def train_biases_and_norms(model: PreTrainedModel) -> None:
 
 
 def norm_names(model: PreTrainedModel, layers: list[int] | None = None) -> list[str]:
-    """What the normalisation layers are called, the last words of their paths; of some `layers`, their paths."""
+    """Return the last path components of the normalisation layers, or the full paths of those inside `layers`."""
     paths = [name for name, module in model.named_modules() if is_norm(module)]
     if layers is None:
         return sorted({path.rpartition(".")[2] for path in paths})
@@ -154,7 +154,7 @@ def norm_names(model: PreTrainedModel, layers: list[int] | None = None) -> list[
 
 
 def query_value_names(model: PreTrainedModel) -> list[str] | None:
-    """Queries and values of the model's family where PEFT has no choice of its own; None where it has one."""
+    """Return the names of the family's query and value modules, or None where PEFT has a default of its own."""
     family = known_family(model)
     if model.config.model_type in CHOICES:
         return None
@@ -167,11 +167,11 @@ def query_value_names(model: PreTrainedModel) -> list[str] | None:
 
 
 def head_with_bias(model: PreTrainedModel, among: Collection[str] | None = None) -> torch.nn.Linear | None:
-    """The last Linear with an output per label, or None if there is none or it has no bias.
+    """Return the last Linear with one output per label, or None if there is none or it has no bias.
 
     Args:
-        model: with a head.
-        among: names of tensors, one of which the bias must be (those that are newly initialised), or None.
+        model: a model with a head.
+        among: tensor names (the newly initialised ones) that must include the bias, or None.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     heads = {name: linear for name, linear in linears.items() if linear.out_features == model.config.num_labels}
@@ -182,11 +182,11 @@ def head_with_bias(model: PreTrainedModel, among: Collection[str] | None = None)
 
 
 def move_threshold(model: PreTrainedModel, threshold: float) -> None:
-    """The second of two classes becomes the answer where its logit was `threshold` above the first's.
+    """Shift the head's bias so that the second class is predicted where its logit exceeds the first by `threshold`.
 
     Args:
-        model: its head has a bias, see `head_with_bias`.
-        threshold: of the difference of the logits as they are; it goes into the head's bias.
+        model: a model whose head has a bias, see `head_with_bias`.
+        threshold: threshold on the difference of the current logits.
     """
     head = head_with_bias(model)
     assert head is not None
@@ -195,14 +195,14 @@ def move_threshold(model: PreTrainedModel, threshold: float) -> None:
 
 
 def start_at_prior(model: PreTrainedModel, labels: torch.Tensor) -> None:
-    """The head's bias becomes what is known of an example before it is read: log frequencies or odds, the mean number.
+    """Initialise the head's bias with the class prior: log frequencies, log odds, or the mean target of a regression.
 
-    With a head that begins at zero the first steps would be spent on that.
+    Starting from zero, the first steps would be spent on learning it.
 
     Args:
-        model: with a fresh head.
-        labels: (n,) class indices or numbers of the training examples, negative indices do not count; of several labels
-            (n, labels) of zeros and ones.
+        model: a model with a fresh head.
+        labels: (n,) class indices (negative ones are ignored) or regression targets of the training examples; for
+            multi-label tasks (n, labels) of zeros and ones.
 
     Raises:
         ConfigError: the head has no bias.

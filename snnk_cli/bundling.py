@@ -1,4 +1,4 @@
-"""Bundling what a run or an adapter folder holds."""
+"""Bundling of the model in a run or adapter folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from snnk_peft.errors import ConfigError
 def bundle_folder(
     folder: Path, task: str | None, output: Path | None, overwrite: bool, overrides: Sequence[str] = ()
 ) -> None:
-    """Load, fold, save; print what was folded."""
+    """Load the model, bundle it and save it; print what was folded."""
     quiet()
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "does not exist"

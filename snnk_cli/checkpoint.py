@@ -31,7 +31,7 @@ from snnk_peft.errors import ConfigError
 
 
 class MisfitError(ConfigError):
-    """A whole checkpoint of another model: of other settings, or of a version that built it in another way."""
+    """An intact checkpoint of another model: of other settings, or of a version that built it differently."""
 
 
 _NAME = re.compile(r"step-\d{7}")
@@ -39,17 +39,17 @@ _ADDED = re.compile(r"(^|\.)(snnk_|lora_)")
 
 
 def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of `model` that its settings alone do not reproduce.
+    """Return the tensors of `model` that its settings alone do not reproduce.
 
     That is everything except the frozen pretrained parameters: trained parameters, buffers, and what a PEFT method
-    added even where it is frozen (calibration may have written there).
+    added, even if frozen (calibration may have written there).
     """
     frozen = {name for name, value in model.named_parameters() if not value.requires_grad and not _ADDED.search(name)}
     return {name: value for name, value in model.state_dict().items() if name not in frozen}
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, oldest first. Temporary folders of a killed process do not match the name."""
+    """List complete checkpoints, oldest first. Temporary folders of a killed process do not match the name pattern."""
     return sorted(entry for entry in folder.glob("step-*") if _NAME.fullmatch(entry.name) and entry.is_dir())
 
 
@@ -67,7 +67,7 @@ def save_checkpoint(
         model: the unwrapped model.
         optimizer: the unwrapped optimizer.
         state: JSON values; `state["step"]` names the checkpoint.
-        accelerator: for the rank and the barriers.
+        accelerator: provides the rank and the barriers.
     """
     target = folder / f"step-{state['step']:07d}"
     # All processes fill one folder, which carries the main one's name.
@@ -85,7 +85,7 @@ def save_checkpoint(
 
 @contextlib.contextmanager
 def _removed_on_failure(temporary: Path) -> Iterator[None]:
-    """Half a checkpoint must not fill a disk that is full already."""
+    """Remove a partial checkpoint on failure, so that it does not fill a disk that is already full."""
     try:
         yield
     except BaseException:
@@ -100,7 +100,7 @@ def _fill_checkpoint(
     state: Mapping[str, Any],
     accelerator: Any,
 ) -> None:
-    """Everything in a checkpoint, its manifest last."""
+    """Write all files of a checkpoint, the manifest last."""
     if accelerator.is_main_process:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
@@ -123,13 +123,13 @@ def _fill_checkpoint(
 
 
 def verify(checkpoint: Path) -> None:
-    """Raise a ConfigError that says which file of the checkpoint is missing, truncated, altered or of no manifest."""
+    """Raise a ConfigError naming the checkpoint files that are missing, truncated, altered or not in the manifest."""
     if faults := _damage(checkpoint):
         raise ConfigError([*faults[:-1], faults[-1] + _alternative(checkpoint)])
 
 
 def _damage(checkpoint: Path) -> list[str]:
-    """What is wrong with the files of a checkpoint."""
+    """List the faults in the files of a checkpoint."""
     file = checkpoint / "manifest.json"
     if not file.is_file():
         return [f"checkpoint {checkpoint} has no manifest.json"]
@@ -166,7 +166,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The position and identity that a checkpoint holds, after checking its files.
+    """Return the position and identity stored in a checkpoint, after checking its files.
 
     Raises:
         ConfigError: a file is damaged, or the state is that of another step.
@@ -206,16 +206,16 @@ def load_checkpoint(
     rank: int,
     world: int,
 ) -> dict[str, Any]:
-    """Restore model, optimizer and generators; returns the saved state. Everything is checked before anything changes.
+    """Restore model, optimizer and generators, and return the saved state. Everything is checked before any change.
 
     Args:
         checkpoint: its folder.
         model: the unwrapped model, built from the same settings.
         optimizer: the unwrapped optimizer.
-        identity: must equal the `identity` that was saved: data, and batch, the examples of a forward pass over all
+        identity: must equal the saved `identity`: data, and batch, the number of examples per forward pass over all
             processes.
-        rank: of this process.
-        world: number of processes. Generators are restored only if as many saved (`processes` in the result).
+        rank: rank of this process.
+        world: number of processes. Generators are restored only if it is unchanged (`processes` in the result).
 
     Raises:
         ConfigError: a file is damaged, or a tensor's name, shape or dtype does not fit the model.
@@ -263,7 +263,7 @@ def load_checkpoint(
 
 
 def _with_processes(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """The saved state; 0.1.0 gave the number of processes in `identity`, and their batch size in the run's settings."""
+    """Return the state in today's format; 0.1.0 kept `processes` in `identity` and their batch size in the settings."""
     if "processes" in state:
         return state
     settings = yaml.safe_load((checkpoint.parent.parent / "config.yaml").read_text())
@@ -273,7 +273,7 @@ def _with_processes(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _divided(batch: int, world: int) -> str:
-    """How to continue a run with `batch` examples per forward pass on `world` processes."""
+    """Say how to continue a run with `batch` examples per forward pass on `world` processes."""
     if batch % world == 0:
         return f"Continue with train.batch_size={batch // world}"
     fitting = [number for number in range(1, batch + 1) if batch % number == 0]
@@ -288,7 +288,7 @@ def prune(folder: Path, keep: int, best: str | None) -> None:
 
 
 def discard_newer(checkpoint: Path) -> list[str]:
-    """Delete the checkpoints that `--checkpoint` gave up (the run will write them again); returns their names."""
+    """Delete the checkpoints that `--checkpoint` discards (the run will write them again), and return their names."""
     newer = [other for other in list_checkpoints(checkpoint.parent) if other.name > checkpoint.name]
     for other in newer:
         _delete(other)
@@ -304,7 +304,7 @@ def _delete(checkpoint: Path) -> None:
 
 
 def _alternative(checkpoint: Path) -> str:
-    """What to do about a damaged checkpoint."""
+    """Say what to do about a damaged checkpoint."""
     for other in reversed([entry for entry in list_checkpoints(checkpoint.parent) if entry.name < checkpoint.name]):
         if _damage(other):
             continue
@@ -347,7 +347,7 @@ def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def _whole(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-    """Copies on the CPU with nothing sharded; with `keep` false, this process only takes part."""
+    """Gather full copies on the CPU; with `keep` false, this process only takes part."""
     kept = {}
     for name, value in tensors.items():
         value = whole(value.detach())

@@ -1,8 +1,8 @@
 """Strict settings: a YAML file plus `section.key=value` overrides become nested dataclasses, or one ConfigError.
 
 A section is a dataclass whose fields are made with `option(default, help, ...)` of snnk_peft/options.py, which also
-checks the values. All faults are collected over the whole file and reported together, unknown keys with the closest
-valid name. A section may define `check() -> list[str]` for faults that involve several of its values.
+checks the values. All faults of the file are collected and reported together, unknown keys with the closest valid
+name. A section may define `check() -> list[str]` for faults that involve several of its values.
 
 The command line of a recipe that trains is read here as well. Nothing imports torch, so `--help` answers at once.
 """
@@ -46,7 +46,7 @@ def load_config(
     Args:
         cls: the dataclass of the whole file.
         source: a YAML file, its content as a mapping, or None to start from the defaults.
-        overrides: texts `a.b=value`; the value is YAML, so `null`, `true`, `[q, v]` and `{r: 8}` mean what they say.
+        overrides: strings `a.b=value`; the value is YAML, so `null`, `true`, `[q, v]` and `{r: 8}` work as in the file.
 
     Raises:
         ConfigError: with every fault of the file and of the overrides.
@@ -63,7 +63,7 @@ def load_config(
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file; a ConfigError names the file and the line otherwise."""
+    """Read the mapping in a YAML file; a ConfigError names the file and, for syntax errors, the line."""
     try:
         given = parse_yaml(Path(path).read_text(encoding="utf-8"), str(path))
     except OSError as error:
@@ -78,12 +78,12 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def dump_yaml(config: Any) -> str:
-    """The resolved settings as YAML, in the order of the dataclasses."""
+    """Return the resolved settings as YAML, in the order of the dataclasses."""
     return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
 
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} -> {"a.b": 1}."""
+    """Flatten nested mappings: {"a": {"b": 1}} -> {"a.b": 1}."""
     flat: dict[str, Any] = {}
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
@@ -94,7 +94,7 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def describe(cls: type[Any], prefix: str = "") -> list[str]:
-    """One line per setting, for `--help`: name, default, explanation."""
+    """Return one line per setting for `--help`: name, default, explanation."""
     lines: list[str] = []
     hints, options = typing.get_type_hints(cls), options_of(typing.cast("Any", cls))
     for field in dataclasses.fields(cls):
@@ -112,7 +112,7 @@ def describe(cls: type[Any], prefix: str = "") -> list[str]:
 
 
 def build(cls: type[Section], given: Any, faults: list[str], path: str = "") -> Section | None:
-    """An instance of the dataclass `cls` from a mapping; faults are appended, and None returned if there were any."""
+    """Build the dataclass `cls` from a mapping; append faults to `faults`, and return None if there were any."""
     where = path.rstrip(".") or "the settings"
     if not isinstance(given, Mapping):
         faults.append(f"{where}: expected a section with keys, got {given!r}")
@@ -171,7 +171,7 @@ def _apply(given: dict[str, Any], override: str, faults: list[str]) -> None:
 
 
 def _number(value: Any, known: Option) -> Any:
-    """`value` as a float where only that is wanted and it is one, in whatever form it was written."""
+    """Convert `value` to float where the setting is a float and the value is a number, however it was written."""
     kinds = known.kinds()
     written = isinstance(value, str) and _NUMBER.fullmatch(value)
     whole = isinstance(value, int) and not isinstance(value, bool) and int not in kinds
@@ -180,15 +180,15 @@ def _number(value: Any, known: Option) -> Any:
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for, besides the settings.
+    """A request from the command line, apart from the settings.
 
     Args:
-        command: continues this run; shown when it is stopped.
+        command: the command that continues this run; shown when it is stopped.
         resume: continue the run in output.dir.
-        checkpoint: from this checkpoint instead of the newest, or None.
+        checkpoint: checkpoint to resume from instead of the newest, or None.
         overwrite: delete the run in output.dir first.
-        file: of the settings, or None if the overrides say all.
-        overrides: of single settings, each `section.key=value`.
+        file: settings file, or None if the overrides say everything.
+        overrides: overrides of single settings, each `section.key=value`.
     """
 
     command: str
@@ -200,7 +200,7 @@ class Request:
 
 
 def read_command_line(program: str, settings: type[Any], description: str | None, argv: list[str] | None) -> Request:
-    """What the command line asks for; `--help` and faults of its form end the program here.
+    """Parse the command line; `--help` and usage errors exit the program here.
 
     Args:
         program: the recipe's file in recipes/.
@@ -224,15 +224,15 @@ def read_command_line(program: str, settings: type[Any], description: str | None
 
 
 def resume_command(program: str, arguments: Sequence[str]) -> str:
-    """The command that continues a run, as it is to be typed in the folder where the run was started.
+    """Return the command that continues a run, to be typed in the folder where the run was started.
 
     Args:
         program: a file in recipes/.
-        arguments: of the first start: paths in them are relative to that folder, and so is the program's here.
+        arguments: arguments of the first start; paths in them, and that of the program, are relative to that folder.
     """
-    # The interpreter by its short name only if that is the one that runs now.
+    # Use the interpreter's short name only if it resolves to the one running now.
     python = "python" if shutil.which("python") == sys.executable else sys.executable
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`, which does not tell its profile
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by `accelerate launch`, which does not name its profile
         python, launcher = "accelerate", ["launch", "--config_file", "PROFILE"]
         return shlex.join([python, *launcher, os.path.relpath(ROOT / "recipes" / program), *arguments, "--resume"])
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

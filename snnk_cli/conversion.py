@@ -1,4 +1,4 @@
-"""The stages of a conversion by the settings, and the record that lets the training behind it be continued."""
+"""The stages of a conversion from settings, and the record from which the training after it can be resumed."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Conversion:
 
     Args:
         model: the patched model.
-        report: of `calibrate`.
-        plan: what decided the parts, or None if the settings did.
-        examples: that were read.
-        seconds: planning and calibration.
+        report: report of `calibrate`.
+        plan: the plan that chose the parts, or None if the settings did.
+        examples: number of examples read.
+        seconds: seconds of planning and calibration.
     """
 
     model: Any
@@ -44,7 +44,7 @@ class Conversion:
     seconds: float
 
     def save(self, folder: Path) -> None:
-        """calibration.json, its plot, those of the plan, and conversion.json, which says that all are there."""
+        """Write calibration.json, its plot, those of the plan, and last conversion.json, which marks them complete."""
         with writing(folder):
             self.report.save(folder)
             if self.plan is not None:
@@ -56,7 +56,7 @@ class Conversion:
 
 
 def pipeline_of(config: ConvertConfig, original: Any, examples: Examples, pooling: Pooling = "mean") -> Pipeline:
-    """The stages of a conversion, as the settings say."""
+    """Build the pipeline of a conversion from the settings."""
     settings = config.convert
     parts = list(settings.snnk_config(config.train.seed).named_parts().values()) if settings.given else None
     return Pipeline(
@@ -75,10 +75,10 @@ def pipeline_of(config: ConvertConfig, original: Any, examples: Examples, poolin
 
 
 def of_task(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator: Any) -> Pipeline:
-    """The stages for a task's examples: this process's share of those that calibrate.
+    """Build the pipeline for a task's examples, with this process's share of the calibration examples.
 
     Raises:
-        ConfigError: a budget and several processes, of which each would measure seconds of its own.
+        ConfigError: a budget was given with several processes, each of which would take its own timings.
     """
     settings, world = config.convert, accelerator.num_processes
     if settings.budget is not None and world > 1:
@@ -101,21 +101,21 @@ def converted(pipeline: Pipeline, config: ConvertConfig) -> Conversion:
 
 
 def _shares(data: Data, config: ConvertConfig, world: int) -> list[list[int]]:
-    """The examples that calibration reads, in batches of similar length."""
+    """Return the indices of the calibration examples, in batches of similar length."""
     chosen = drawn(len(data.train), config.convert.samples, config.train.seed)
-    # Whole batches are held out: at least eight, so that one is a small part; and every process needs one.
+    # Whole batches are held out: at least eight batches, so that one is a small share, and at least one per process.
     size = min(config.convert.batch_size, max(1, len(chosen) // max(8, world)))
     return batches_by_length(data.train.lengths, chosen, size)
 
 
 def restored(teacher: nn.Module, folder: Path, seed: int) -> Any:
-    """The patched model of a run that is continued, not fitted: a checkpoint will fill it."""
+    """Build the patched model of a resumed run without fitting it: a checkpoint will fill it."""
     described = read_json(folder / RECORD)["parts"]
     return get_snnk_model(copy.deepcopy(teacher), SNNKConfig(**described, modules_to_save=[], seed=seed))
 
 
 def timed_inputs(data: Data, config: ConvertConfig, device: torch.device) -> dict[str, torch.Tensor]:
-    """Inputs on which models are timed: the longest examples of the first split that is scored."""
+    """Return the inputs for timing: the longest examples of the first split that is scored."""
     part: ExampleSet = next(iter(data.splits.values()))
     inputs = part.batch(next(iter(part.by_length(config.timing.batch_size))), device)
     del inputs["labels"]

@@ -28,7 +28,7 @@ class TeacherSection:
 
 @dataclass
 class ConvertData(DataSection):
-    """What calibrates, and what is scored."""
+    """The data used for calibration and for scoring."""
 
     texts: str | None = option(
         None,
@@ -41,7 +41,7 @@ class ConvertData(DataSection):
 
 @dataclass
 class ConversionSection:
-    """What is replaced, and how it is fitted. Nothing here reads a label."""
+    """The parts that are replaced, and how they are fitted. Nothing here reads a label."""
 
     budget: str | float | None = option(
         None,
@@ -84,17 +84,17 @@ class ConversionSection:
 
     @property
     def given(self) -> list[str]:
-        """The kinds of the parts that are described here."""
+        """The kinds of the parts described here."""
         named = [name for name in ("ffn", "attention", "pooler", "low_rank") if getattr(self, name) is not None]
         return [*named, *(str(part.get("part")) for part in self.parts or [])]
 
     def snnk_config(self, seed: int = 0) -> SNNKConfig:
-        """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
+        """Return the SNNKConfig of the parts described here; raise a ConfigError with all their faults."""
         named: dict[str, Any] = {name: getattr(self, name) for name in ("ffn", "attention", "pooler", "low_rank")}
         return snnk_config(**named, parts=self.parts or [], modules_to_save=[], seed=seed)
 
     def check(self) -> list[str]:
-        """The faults of the parts; without any, `plan` takes its own candidates."""
+        """Return the faults of the parts; without any parts, `plan` takes its own candidates."""
         named = {name: getattr(self, name) for name in ("budget", "quality", "cache")}
         aims = [f"convert.{name} is {value}" for name, value in named.items() if value is not None]
         if len(aims) > 1:
@@ -110,7 +110,7 @@ class ConversionSection:
 
 @dataclass
 class UptrainSection(TrainSection):
-    """Training behind the conversion; without epochs there is none."""
+    """Training after the conversion; none if `epochs` is 0."""
 
     epochs: int = option(0, "passes over the training examples; 0 leaves the model as calibrated", low=0)
     trained: str = option(
@@ -122,7 +122,7 @@ class UptrainSection(TrainSection):
     temperature: float = option(2.0, "that divides the logits in that divergence", above=0)
 
     def check(self) -> list[str]:
-        """There must be something to learn."""
+        """Check that at least one loss has a weight."""
         if self.epochs and not self.labels + self.logits + self.layers:
             return ["labels, logits and layers are 0; expected a weight above 0 for one of them, or epochs=0"]
         return []
@@ -130,7 +130,7 @@ class UptrainSection(TrainSection):
 
 @dataclass
 class TimingSection:
-    """How the original and its conversion are compared in speed."""
+    """Settings of the speed comparison between the original and its conversion."""
 
     batch_size: int = option(32, "the longest examples so many, in one forward pass", low=1)
     repetitions: int = option(9, "forward passes of each model, in turn", low=1)
@@ -138,7 +138,7 @@ class TimingSection:
 
 @dataclass
 class ConvertOutput(RunOutput):
-    """Where the run folder goes, and who gets the model."""
+    """The run folder, and where the model is uploaded."""
 
     push_to_hub: str | None = option(None, "also upload bundle/ to this repository of the Hub, 'owner/model'")
     private: bool = option(False, "make that repository a private one")
@@ -146,7 +146,7 @@ class ConvertOutput(RunOutput):
 
 @dataclass
 class ConvertConfig:
-    """Everything recipes/convert.py reads."""
+    """All settings of recipes/convert.py."""
 
     output: ConvertOutput
     model: TeacherSection
@@ -157,7 +157,7 @@ class ConvertConfig:
     timing: TimingSection = field(default_factory=TimingSection)
 
     def check(self) -> list[str]:
-        """The task must exist and fit the data settings; without one, texts are all there is."""
+        """Check that the task exists and fits the data settings; without a task, data.texts is required."""
         faults = []
         if self.task is None:
             if self.data.texts is None:

@@ -1,4 +1,4 @@
-"""Conversion of a classifier without labels: the experiment of recipes/convert.py."""
+"""Label-free conversion of a classifier: the experiment of recipes/convert.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ FEW = 100  # examples to compare predictions on
 
 
 class Converting(Experiment[ConvertConfig]):
-    """The conversion of a classifier of texts or images, and what little training may follow."""
+    """The conversion of a classifier of texts or images, with optional training afterwards."""
 
     settings, program, records = ConvertConfig, "convert.py", ("conversion.json",)
 
@@ -50,17 +50,17 @@ class Converting(Experiment[ConvertConfig]):
 
     @property
     def method(self) -> str:
-        """The parts, or the budget that decides about them."""
+        """The parts, or the budget by which they are chosen."""
         convert = self.config.convert
         return f"{convert.budget} of {convert.of}" if convert.budget is not None else " and ".join(convert.given)
 
     @property
     def title(self) -> str:
-        """What is converted, and how."""
+        """The name of the model and how it is converted."""
         return f"{Path(self.config.model.name_or_path).name} converted, {self.method}"
 
     def data(self, accelerator: Any) -> Data:
-        """Examples to calibrate and to train with, and those on which original and conversion are compared."""
+        """Load the examples for calibration and training, and those on which original and conversion are compared."""
         config, task, seed = self.config, self.task, self.config.train.seed
         self.modality = modality = modality_of(task)
         self.teacher, self.reader = load_teacher(config.model.name_or_path, task)
@@ -72,7 +72,7 @@ class Converting(Experiment[ConvertConfig]):
             limit = min(config.convert.samples, limit or config.convert.samples)
         texts = None if config.data.texts is None else read_texts(config.data)
         wanted = tuple(config.data.splits or task.validation_splits)
-        # Of two validation sets one may be absent; only without `splits` does the task allow that.
+        # One of two validation sets may be missing; the task allows that only without `splits`.
         names = None if config.data.splits is None and len(wanted) > 1 else ["train", *wanted]
         rows = task.load(config.data.dir, splits=names, max_samples={"train": limit}, seed=seed)
         splits = evaluation_splits(task, rows, config.data.max_eval_samples, wanted)
@@ -85,13 +85,13 @@ class Converting(Experiment[ConvertConfig]):
         return Data(made[0], dict(zip(splits, made[1:], strict=True)))
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The patched model, fitted unless a checkpoint will fill it."""
+        """Return the patched model, fitted unless a checkpoint will fill it."""
         config = self.config
         if resumed:
             patched = restored(self.teacher, Path(config.output.dir), config.train.seed)
         else:
             accelerator.print("what each layer saves and costs is measured, and what is replaced is fitted")
-            # A copy: what is trained shares its tensors with what is patched.
+            # A copy, because the patched model shares its tensors, and training would change them.
             pipeline = of_task(copy.deepcopy(self.teacher), data, config, accelerator)
             self.conversion = converted(pipeline, config)
             patched = self.conversion.model
@@ -103,7 +103,7 @@ class Converting(Experiment[ConvertConfig]):
         return Distilled(patched, self.teacher, config.train)
 
     def schedule(self, per_epoch: int) -> Schedule:
-        """Whole epochs, if any; what the conversion scores without training is logged first."""
+        """Return a schedule of whole epochs, if any; the score of the conversion before training is logged first."""
         train = self.config.train
         total = train.epochs * per_epoch
         named = {"epoch": per_epoch, "end": max(1, total)}
@@ -121,14 +121,14 @@ class Converting(Experiment[ConvertConfig]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """By the labels; before that, what the conversion found is written, because `--resume` does not repeat it."""
+        """Score by the labels, after writing the record of the conversion, which `--resume` does not repeat."""
         if self.conversion is not None and accelerator.is_main_process:
             self.conversion.save(Path(self.config.output.dir))
             self.conversion = None
         return super().score(model, splits, accelerator, stopped)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """bundle/, and original and conversion side by side: scores, agreement, speed, size."""
+        """Write bundle/, and compare original and conversion: scores, agreement, speed, size."""
         config, task = self.config, self.task
         student: Any = done.model.student
         stored = stored_dtype(config.model.name_or_path)
@@ -136,7 +136,7 @@ class Converting(Experiment[ConvertConfig]):
         pipeline = of_task(self.teacher, done.data, config, Alone(done.device))
         recovery = pipeline.recovered(small.float())
         small.to(stored)
-        # What is stored is measured, in full precision, as the original is.
+        # Measure the stored weights, in full precision like the original's.
         measured = copy.deepcopy(small).float()
         best: Mapping[str, Any] = done.best
         models, rows, alone = {"original": self.teacher, "converted": measured}, {}, Alone(done.device)
@@ -149,7 +149,7 @@ class Converting(Experiment[ConvertConfig]):
             logits[name] = {split: values[0] for split, values in found.items()}
             scores = task.summarize({split: task.compute(*values) for split, values in found.items()})
             if name == "converted" and recovery is not None:
-                best = {"score": scores["score"], "metrics": scores}  # of what is stored, not of before the steps
+                best = {"score": scores["score"], "metrics": scores}  # of the stored model, after the steps
             shown = {key: value for key, value in scores.items() if key.rpartition("/")[2] != "score"}
             rows[name] = {"parameters": _numbers(model), **shown}
         near = {split: _near(self.teacher, *(logits[name][split] for name in models)) for split in done.data.splits}
@@ -176,7 +176,7 @@ class Converting(Experiment[ConvertConfig]):
         return figures
 
     def _save(self, small: Any, figures: Mapping[str, Any], done: Finished) -> None:
-        """bundle/ with tokenizer or image processor and card."""
+        """Write bundle/ with tokenizer or image processor and model card."""
 
         config, task = self.config, self.task
         made = {
@@ -208,12 +208,12 @@ class Converting(Experiment[ConvertConfig]):
         write_folder(done.folder / "bundle", fill)
 
     def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
-        """Only of a training."""
+        """Draw the learning curve if there was any training."""
         if self.config.train.epochs:
             super().curve(rows, file)
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """Both models as a table. Uploads bundle/, if that is asked for: all figures are written by now."""
+        """Return a table of both models; upload bundle/ if asked for, as all figures are written by now."""
         columns = list(figures["models"]["original"])
         rows = [
             [name, *(f"{values[key]:.4g}" if isinstance(values[key], float) else f"{values[key]:,}" for key in columns)]
@@ -235,7 +235,7 @@ class Converting(Experiment[ConvertConfig]):
 
 
 def convert(request: Request) -> int:
-    """Convert as a command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130, 143 stopped)."""
+    """Convert as requested; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
 
     def work() -> int:
         config = load_config(ConvertConfig, request.file, request.overrides)
@@ -248,12 +248,12 @@ def convert(request: Request) -> int:
 
 
 def _near(teacher: Any, original: torch.Tensor, other: torch.Tensor) -> dict[str, float]:
-    """Figures of one model's logits beside another's, both (examples, outputs)."""
+    """Compare the logits of two models, both (examples, outputs)."""
     comparison = Comparison(Answers(teacher))
     comparison.update({"logits": original}, {"logits": other}, {})
     return comparison.figures()
 
 
 def _numbers(model: torch.nn.Module) -> int:
-    """Parameters and floating-point buffers: the rows of a bundle are buffers."""
+    """Count parameters and floating-point buffers: the rows of a bundle are buffers."""
     return sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())

@@ -26,12 +26,12 @@ from snnk_peft.errors import ConfigError
 
 
 def convert_texts(config: ConvertConfig, resume: bool, overwrite: bool) -> None:
-    """Convert, and write the run folder: bundle/, metrics.json, what was planned and fitted.
+    """Convert, and write the run folder: bundle/, metrics.json, and the records of planning and fitting.
 
     Args:
-        config: without a task.
-        resume: continue what is there; there is nothing to continue, unless it is finished.
-        overwrite: replace a run that is there.
+        config: settings without a task.
+        resume: accepted only if the run is finished; an unfinished conversion cannot be continued.
+        overwrite: replace an existing run.
 
     Raises:
         ConfigError: wrong input; nothing was written.
@@ -60,7 +60,7 @@ def convert_texts(config: ConvertConfig, resume: bool, overwrite: bool) -> None:
 
 
 def stages_of(config: ConvertConfig) -> tuple[Opened, Pipeline]:
-    """The model and its texts, read, and what will be done with them."""
+    """Read the model and its texts, and return the model with the pipeline that will convert it."""
     data, settings = config.data, config.convert
     given = config.model.name_or_path
     door = opened(given if is_sentence_encoder(given) else resolve_model(given))

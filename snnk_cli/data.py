@@ -1,9 +1,9 @@
-"""Examples to batches: what every `ExampleSet` does, and the one of sentences, which are tokenised once.
+"""Batching of examples: the base class `ExampleSet`, and the class for sentences, which are tokenised once.
 
-Other kinds of examples have a file of their own beside this one (sequences.py, byte_windows.py).
+Other kinds of examples have files of their own beside this one (sequences.py, byte_windows.py).
 
 The order of the examples is a pure function of (seed, epoch), and a position in it is a step number, so a run
-continued in the middle of an epoch sees exactly the batches that it would have seen.
+resumed in the middle of an epoch sees exactly the batches that it would have seen.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class ExampleSet(ABC):
     """Examples that can be drawn in batches.
 
     Attributes:
-        lengths: tokens per example, by which batches are grouped.
-        labels: of all examples, or of all their words; those that do not count are negative.
-        pairs: whether they are pairs of texts.
+        lengths: tokens per example, used to group batches.
+        labels: labels of all examples, or of all their words; ignored ones are negative.
+        pairs: whether the examples are pairs of texts.
     """
 
     lengths: list[int]
@@ -45,44 +45,44 @@ class ExampleSet(ABC):
 
     @abstractmethod
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """Model inputs of the chosen examples, padded to the longest, and their labels."""
+        """Return model inputs of the chosen examples, padded to the longest, and their labels."""
 
     def batches(
         self, wanted: Sequence[Sequence[int]], device: torch.device | str = "cpu", epoch: int | None = None
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Model inputs of each list of examples, one after the other.
+        """Yield the model inputs of each list of examples.
 
         Args:
             wanted: the examples of each batch.
-            device: where to.
-            epoch: of a training; with it, examples may be changed at random. None: as for evaluation.
+            device: target device.
+            epoch: training epoch, for random augmentation; None for evaluation.
         """
         return (self.batch(indices, device) for indices in wanted)
 
     def describe(self) -> str:
-        """Number and size, for the log."""
+        """Describe the number and size of the examples, for the log."""
         return f"{len(self):,} examples of up to {max(self.lengths)} tokens"
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """A digest of all tokens and labels: equal if and only if training would see the same data."""
+        """Return a digest of all tokens and labels: equal if and only if training would see the same data."""
 
     def plan(self, batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:
-        """The optimizer steps of one epoch, see `epoch_plan`; as many as `steps_per_epoch` says."""
+        """Return the optimizer steps of one epoch, see `epoch_plan`; their number is `steps_per_epoch`."""
         return epoch_plan(self.lengths, batch_size, train, epoch)
 
     def by_length(self, batch_size: int) -> Iterator[list[int]]:
-        """Batches of indices, longest first: the evaluation order with the least padding."""
+        """Yield batches of indices, longest first: the evaluation order with the least padding."""
         order = sorted(range(len(self)), key=lambda index: -self.lengths[index])
         for start in range(0, len(order), batch_size):
             yield order[start : start + batch_size]
 
 
 class AroundExamples(ExampleSet):
-    """Examples whose batches differ from those of others in something; everything else is theirs.
+    """A wrapper around other examples that changes their batches and nothing else.
 
     Args:
-        examples: the others.
+        examples: the wrapped examples.
     """
 
     def __init__(self, examples: ExampleSet):
@@ -105,13 +105,13 @@ class AroundExamples(ExampleSet):
 
 
 class WeightedExamples(AroundExamples):
-    """Examples of classes that count differently in training: w(y) in front of an example's cross-entropy.
+    """Examples whose cross-entropy is weighted in training by w(y), the weight of their class.
 
-    That is the cross-entropy with w(y) at the place of the label's 1, in soft_labels (batch, classes).
+    The weight w(y) takes the place of the label's 1 in soft_labels (batch, classes).
 
     Args:
-        examples: with a class each.
-        weights: (classes,).
+        examples: examples with one class each.
+        weights: weights of the classes, (classes,).
     """
 
     def __init__(self, examples: ExampleSet, weights: torch.Tensor):
@@ -134,11 +134,11 @@ class WeightedExamples(AroundExamples):
 
 
 def balanced_weights(labels: torch.Tensor, classes: int) -> torch.Tensor:
-    """n / (classes · examples of the class), (classes,); classes without examples count as with one.
+    """Return n / (classes · examples of the class), (classes,); classes without examples count as having one.
 
     Args:
-        labels: (n,), negative where none counts.
-        classes: how many there are.
+        labels: (n,); negative ones are ignored.
+        classes: number of classes.
     """
     counts = torch.bincount(labels[labels >= 0], minlength=classes).clamp_min(1)
     return counts.sum() / (classes * counts.float())
@@ -147,7 +147,7 @@ def balanced_weights(labels: torch.Tensor, classes: int) -> torch.Tensor:
 class Examples(ExampleSet):
     """Tokenised sentences or sentence pairs with their labels, or words with one label each.
 
-    The label of a word stands at its first token; the other tokens have `IGNORED`. Words behind `max_length` are cut.
+    The label of a word is at its first token; the other tokens have `IGNORED`. Words beyond `max_length` are cut.
 
     Args:
         rows: a `datasets.Dataset` with the columns sentence1, optionally sentence2, and label; or words and label.
@@ -178,9 +178,9 @@ class Examples(ExampleSet):
         self._tokens.fillers["labels"] = IGNORED
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """Model inputs of the chosen examples: input_ids, attention_mask, ... (batch, longest).
+        """Return model inputs of the chosen examples: input_ids, attention_mask, ... (batch, longest).
 
-        And labels, (batch,), or of words (batch, longest).
+        Labels are (batch,), or (batch, longest) where words are labelled.
         """
         inputs = self._tokens.batch(indices)
         if "labels" not in inputs:
@@ -188,19 +188,19 @@ class Examples(ExampleSet):
         return {name: values.to(device) for name, values in inputs.items()}
 
     def fingerprint(self) -> str:
-        """A digest of all tokens and labels: equal if and only if training would see the same data."""
+        """Return a digest of all tokens and labels: equal if and only if training would see the same data."""
         labels = b"" if "labels" in self.columns else self.labels.numpy().tobytes()
         return digest(labels, sorted(self.columns.items()), np.int64)
 
 
 def check_not_empty(rows: Sized) -> None:
-    """ConfigError for a split without examples."""
+    """Raise a ConfigError if the split has no examples."""
     if len(rows) == 0:
         raise ConfigError("the data hold no example; expected at least one row per split")
 
 
 def digest(labels: bytes, columns: Iterable[tuple[str, Sequence[np.ndarray]]], dtype: type[np.integer[Any]]) -> str:
-    """SHA-256 of the labels and of each column: its name, the lengths of its arrays, and these, as `dtype`."""
+    """Return the SHA-256 of the labels and of each column: name, lengths of its arrays, and their values as `dtype`."""
     found = hashlib.sha256(labels)
     for name, values in columns:
         found.update(name.encode())
@@ -211,7 +211,7 @@ def digest(labels: bytes, columns: Iterable[tuple[str, Sequence[np.ndarray]]], d
 
 
 def _at_first_tokens(encoded: Any, labels: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Labels of words as labels of tokens, (length,) each."""
+    """Convert labels of words to labels of tokens, (length,) each."""
     found = []
     for row, of_words in enumerate(labels):
         words = encoded.word_ids(row)
@@ -225,7 +225,7 @@ def _at_first_tokens(encoded: Any, labels: Sequence[Sequence[int]]) -> list[np.n
 
 
 def epoch_plan(lengths: Sequence[int], batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:
-    """The optimizer steps of one epoch; a step is a list of batches of indices, and every example occurs once.
+    """Return the optimizer steps of one epoch: lists of batches of indices, in which every example occurs once.
 
     Args:
         lengths: tokens per example.
@@ -247,7 +247,7 @@ def epoch_plan(lengths: Sequence[int], batch_size: int, train: StepSettings, epo
 
 
 def steps_per_epoch(examples: int, batch_size: int, accumulation: int) -> int:
-    """Length of `epoch_plan`, without making it."""
+    """Return the length of `epoch_plan` without building it."""
     return math.ceil(math.ceil(examples / batch_size) / accumulation)
 
 
@@ -260,24 +260,26 @@ def calibration_batches(
     count: int | None = None,
     by_length: bool = False,
 ) -> list[dict[str, torch.Tensor]]:
-    """`method.calibrate_samples` training examples, or `count`, drawn with the seed, as model inputs; this process's
-    share. Batches `by_length` have less padding, and are no samples of all examples."""
+    """Draw this process's share of `method.calibrate_samples`, or `count`, training examples as model inputs.
+
+    Batches `by_length` have less padding, but are no longer random samples.
+    """
     generator = torch.Generator().manual_seed(config.train.seed)
     count = config.method.calibrate_samples if count is None else count
     chosen = torch.randperm(len(examples), generator=generator)[:count].tolist()
     if by_length:
         chosen.sort(key=lambda index: examples.lengths[index])
-    # Whole batches are held out to choose the regularisation: at least eight, so that one is a small part; and every
-    # process needs one.
+    # Whole batches are held out to choose the regularisation: at least eight batches, so that one is a small share,
+    # and at least one per process.
     size = min(config.train.eval_batch_size, max(1, len(chosen) // max(8, world)))
     starts = range(0, len(chosen), size)[rank::world]
     return [examples.batch(chosen[start : start + size], device) for start in starts]
 
 
 def share(batch: Sequence[int], rank: int, world: int) -> tuple[list[int], int]:
-    """This process's part of a batch, and how many of its examples count.
+    """Return this process's part of a batch, and how many of its examples count.
 
-    A process for which none is left repeats the first one with weight 0, because every process must take part.
+    A process left without examples repeats the first one with weight 0, because every process must take part.
     """
     mine = list(batch[rank::world])
     return (mine, len(mine)) if mine else ([batch[0]], 0)

@@ -1,8 +1,8 @@
-"""Fresh draws of a trained model's random features, for evaluation; the saved draw comes back afterwards.
+"""Fresh draws of a trained model's random features, for evaluation; the saved draw is restored afterwards.
 
-Only feature maps of attention are drawn anew: there features meet features, and each draw estimates the same kernel.
-Adapters and replaced layers keep theirs, because their readout was trained for these very rows. Of learned matrices the
-noise is drawn anew, the parameters stay. Draw number i of a site follows from (seed, i, site) alone.
+Only feature maps of attention are redrawn: there features are multiplied by features, and each draw estimates the same
+kernel. Adapters and replaced layers keep theirs, because their readout was trained for these very rows. In learned
+matrices the noise is redrawn and the parameters stay. Draw number i of a site follows from (seed, i, site) alone.
 
 How much the answers differ from draw to draw (Learning the Transformer Kernel, section 4.1).
 
@@ -38,10 +38,10 @@ from snnk_peft.projections.base_drawn import site_generator
 
 
 def resamplable(model: torch.nn.Module) -> list[Projection]:
-    """The matrices of attention whose randomness is a sample.
+    """Return the projection matrices of attention that are random samples.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the model has none.
     """
     attentions = [module for module in model.modules() if isinstance(module, KernelAttention)]
     matrices = [m for attention in attentions for m in attention.modules() if isinstance(m, Projection)]
@@ -58,12 +58,12 @@ def resamplable(model: torch.nn.Module) -> list[Projection]:
 
 @contextmanager
 def redrawn(model: torch.nn.Module, seed: int, number: int) -> Iterator[None]:
-    """Inside, the model has fresh draws; afterwards the very tensors that it had before.
+    """Use fresh draws inside the context, and restore the original tensors afterwards.
 
     Args:
         model: see `resamplable`.
-        seed: of all draws.
-        number: of this one, 0 or more.
+        seed: seed of all draws.
+        number: index of this draw, 0 or more.
     """
     with matrices_redrawn(resamplable(model), seed, number):
         yield
@@ -71,17 +71,17 @@ def redrawn(model: torch.nn.Module, seed: int, number: int) -> Iterator[None]:
 
 @contextmanager
 def matrices_redrawn(matrices: Sequence[Projection], seed: int, number: int) -> Iterator[None]:
-    """`redrawn` for these matrices alone.
+    """Redraw these matrices alone, as `redrawn` does for a model.
 
     Args:
-        matrices: resamplable ones.
-        seed: of all draws.
-        number: of this one, 0 or more.
+        matrices: matrices found by `resamplable`.
+        seed: seed of all draws.
+        number: index of this draw, 0 or more.
     """
     saved: list[tuple[Projection, str, torch.Tensor]] = []
     try:
         for matrix in matrices:
-            # Not the text by which training draws, whose draws would come again.
+            # Not the key that training draws with, which would repeat its draws.
             generator = site_generator(seed, f"evaluation:{matrix.site}", number)
             for name, drawn in matrix.draw_buffers(generator).items():
                 old = getattr(matrix, name)
@@ -102,16 +102,16 @@ def draw_figures(
     draws: int,
     seed: int,
 ) -> dict[str, Any]:
-    """Scores of all draws, their mean and standard deviation, and by split the figures of `variance_figures`.
+    """Score all draws; return the scores, their mean and standard deviation, and `variance_figures` of each split.
 
     Args:
         model: see `resamplable`.
-        task: with class labels.
+        task: a task with class labels.
         splits: name -> examples.
         batch_size: examples per forward pass.
-        accelerator: of this process.
-        draws: 2 or more.
-        seed: of the draws.
+        accelerator: accelerator of this process.
+        draws: number of draws, 2 or more.
+        seed: seed of the draws.
     """
     found: dict[str, list[np.ndarray]] = {name: [] for name in splits}
     truth: dict[str, np.ndarray] = {}
@@ -139,7 +139,7 @@ def draw_figures(
 
 
 def relative_deviation(outputs: np.ndarray) -> np.ndarray:
-    """RSD of each example, (N,).
+    """Compute the RSD of each example, (N,).
 
     Args:
         outputs: (n, N) continuous outputs, n ≥ 2.
@@ -155,7 +155,7 @@ def relative_deviation(outputs: np.ndarray) -> np.ndarray:
 
 
 def counts(labels: np.ndarray, classes: int) -> np.ndarray:
-    """How many draws gave each label, (N, K).
+    """Count how many draws gave each label, (N, K).
 
     Args:
         labels: (n, N) predicted class ids.
@@ -170,17 +170,17 @@ def counts(labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def majority(labels: np.ndarray, classes: int) -> np.ndarray:
-    """The label that most draws gave, (N,); the smallest of those that tie. Arguments as in `counts`."""
+    """Return the label that most draws gave, (N,); ties go to the smallest. Arguments as in `counts`."""
     return counts(labels, classes).argmax(-1)
 
 
 def inconsistency(labels: np.ndarray, classes: int) -> np.ndarray:
-    """PI of each example, (N,): draws without the majority label. Arguments as in `counts`."""
+    """Compute the PI of each example, (N,): the draws without the majority label. Arguments as in `counts`."""
     return len(labels) - counts(labels, classes).max(-1)
 
 
 def voting_accuracy(labels: np.ndarray, truth: np.ndarray, classes: int) -> float:
-    """VA: the share of examples whose majority label is true.
+    """Compute VA: the share of examples whose majority label is true.
 
     Args:
         labels: see `counts`.
@@ -191,20 +191,20 @@ def voting_accuracy(labels: np.ndarray, truth: np.ndarray, classes: int) -> floa
 
 
 def voting_gain(labels: np.ndarray, truth: np.ndarray, classes: int) -> float:
-    """AGV: voting accuracy over the mean accuracy of a draw; NaN if no draw is ever right. Arguments as above."""
+    """Compute AGV: voting accuracy over mean accuracy of a draw; NaN if no draw is ever right. Arguments as above."""
     single = float((np.asarray(labels) == np.asarray(truth)).mean())
     return voting_accuracy(labels, truth, classes) / single if single > 0 else float("nan")
 
 
 def variance_figures(logits: np.ndarray, truth: np.ndarray) -> dict[str, float | int | None]:
-    """All figures of one split.
+    """Compute all figures of one split.
 
     Args:
         logits: (n, N, K), K ≥ 2, n ≥ 2.
         truth: (N,) class ids.
 
     Returns:
-        rsd_mean and rsd_median over examples, and rsd_infinite, how many have mean 0 (None for more than two classes,
+        rsd_mean and rsd_median over examples, and rsd_infinite, the number with mean 0 (None for more than two classes,
         which have no single output; the mean leaves infinite ones out); pi (mean count), pi_share (of n),
         voting_accuracy, accuracy (mean over draws), voting_gain (None where it is undefined).
     """

@@ -1,4 +1,4 @@
-"""Scores of a classifier on a task's evaluation splits, and notes about examples that are trained on and scored."""
+"""Scores of a classifier on a task's evaluation splits, and notes about examples both trained on and scored."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class DivergedError(ArithmeticError):
 
 @dataclass(frozen=True)
 class Alone:
-    """What `predict` asks of an accelerator, where one process computes by itself.
+    """The part of an accelerator's interface that `predict` needs, for a single process.
 
     Args:
-        device: of the model.
+        device: device of the model.
     """
 
     device: torch.device
@@ -36,15 +36,15 @@ class Alone:
 def evaluation_splits(
     task: Any, dataset: Mapping[str, Any], limit: int | None, names: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """The splits that are evaluated, cut to `limit` rows: the first ones.
+    """Return the splits to evaluate, each cut to its first `limit` rows.
 
-    Of images, which stand in folders by class, rows at equal distances.
+    Images are stored in folders by class, so evenly spaced rows are taken instead.
 
     Args:
-        task: has validation splits, MNLI two.
+        task: has one validation split, or two like MNLI.
         dataset: the splits that were read.
         limit: rows of each, or None for all.
-        names: other splits than those.
+        names: splits to use instead of the validation splits.
     """
     splits = {name: dataset[name] for name in names or task.validation_splits if name in dataset}
     if limit is None:
@@ -58,12 +58,12 @@ def evaluation_splits(
 
 
 def held_back_rows(rows: Any, share: float, seed: int = 0) -> tuple[Any, Any]:
-    """(rows to train on, rows to choose the epoch on): of every class its share, of other labels of all rows.
+    """Split rows into (rows to train on, rows to choose the epoch on), stratified by class where labels are classes.
 
     Args:
         rows: a `datasets.Dataset` with the column label.
-        share: part that is held back.
-        seed: decides which ones.
+        share: share that is held back.
+        seed: seed of the choice.
     """
     labels = rows["label"][:]
     groups = np.asarray(labels) if isinstance(labels[0], int | np.integer) else np.zeros(len(rows), int)
@@ -76,10 +76,10 @@ def held_back_rows(rows: Any, share: float, seed: int = 0) -> tuple[Any, Any]:
 
 
 def matched_threshold(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """The difference of two classes' logits above which there are as many examples as are of the second class.
+    """Find the threshold on the logit difference above which as many examples lie as belong to the second class.
 
-    Rates of both classes are then right on these examples, where the larger logit neglects the rarer one. 0 where all
-    are of one class.
+    The predicted rates of both classes are then right on these examples, whereas argmax neglects the rarer class. 0 if
+    all are of one class.
 
     Args:
         logits: (n, 2).
@@ -98,12 +98,12 @@ def predict(
     accelerator: Any,
     stopped: Callable[[], bool] = lambda: False,
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Logits (n, classes) in fp32 and labels (n,), on the CPU, of all examples; None if `stopped` became true.
+    """Return logits (n, classes) in fp32 and labels (n,) of all examples, on the CPU; None if `stopped` became true.
 
-    Where every word has a label: (n, longest, classes) and (n, longest), padded with zeros and `IGNORED`; of several
-    labels per example both (n, classes).
+    Where every word has a label: (n, longest, classes) and (n, longest), padded with zeros and `IGNORED`; for
+    multi-label tasks both (n, classes).
 
-    With several processes each takes part of every batch and all receive the whole result.
+    With several processes, each takes a part of every batch and all receive the whole result.
     """
     was_training = model.training
     model.eval()
@@ -114,7 +114,7 @@ def predict(
     shares = [share(indices, accelerator.process_index, world) for indices in plan]
     feed = iter(examples.batches([mine for mine, _ in shares], accelerator.device))
     for indices, (_, count) in zip(plan, shares, strict=True):
-        # With several processes only an agreed stop is safe, and that comes at the next step boundary.
+        # With several processes only an agreed stop is safe, and it comes at the next step boundary.
         if world == 1 and stopped():
             model.train(was_training)
             return None
@@ -140,7 +140,7 @@ def predict(
     model.train(was_training)
     every_logit, every_label = torch.cat(logits), torch.cat(labels)
     if every_label.dim() == 1 and (kept := every_label != IGNORED).logical_not().any():
-        return every_logit[kept], every_label[kept]  # what could not be read does not count
+        return every_logit[kept], every_label[kept]  # unreadable examples do not count
     return every_logit, every_label
 
 
@@ -152,9 +152,9 @@ def score(
     accelerator: Any,
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """All metrics and "score"; of several splits their means, and each under "split/metric".
+    """Compute all metrics and "score"; for several splits their means, and each split's under "split/metric".
 
-    Returns None if `stopped` became true on the way.
+    Returns None if `stopped` became true meanwhile.
     """
     results: dict[str, dict[str, float]] = {}
     for name, examples in splits.items():
@@ -173,13 +173,13 @@ MOST_IMAGES = 100_000
 
 
 def repeat_notes(task: Any, train: Any, splits: Mapping[str, Any], labelled: bool = True) -> list[str]:
-    """Sentences about examples of `splits` that are among those of `train`, and about examples with two labels.
+    """Return notes about examples of `splits` that are also in `train`, and about examples with two labels.
 
     Args:
-        task: of texts or of images, which are compared by their content.
-        train: the examples that are fitted.
+        task: a task of texts or of images, which are compared by content.
+        train: the examples that are trained on.
         splits: name -> the examples that are scored.
-        labelled: whether the labels of `train` mean something.
+        labelled: whether the labels of `train` are meaningful.
     """
     every = {"train": train, **splits}
     number = sum(map(len, every.values()))

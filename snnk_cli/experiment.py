@@ -1,4 +1,4 @@
-"""An experiment: data, model, schedule and report, which is all that differs between the recipes that train.
+"""An experiment: data, model, schedule and report, the only things that differ between the recipes that train.
 
 A recipe is one subclass and the settings it reads; `launch` reads its command line and `run` does the rest: run folder,
 seeds, checkpoints, stops, the loop and metrics.json.
@@ -27,12 +27,12 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Data:
-    """What an experiment reads.
+    """The data of an experiment.
 
     Args:
         train: examples to train on.
         splits: name -> examples; the best checkpoint is chosen by their score.
-        test: name -> examples that are scored once, with the best checkpoint.
+        test: name -> examples that are scored once, by the best checkpoint.
     """
 
     train: ExampleSet
@@ -41,25 +41,25 @@ class Data:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Number of examples by name."""
+        """Number of examples of each split."""
         return {"train": len(self.train), **{name: len(part) for name, part in {**self.splits, **self.test}.items()}}
 
     def fingerprints(self) -> list[str]:
-        """Digests that are equal if and only if a run would see the same data."""
+        """Return digests that are equal if and only if a run would see the same data."""
         return [part.fingerprint() for part in (self.train, *self.splits.values(), *self.test.values())]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long a run is, and how fast it learns.
+    """The length of a run and its learning rates.
 
     Args:
-        total: optimizer steps of the whole run, at most; with 0 the model is scored as it is.
+        total: maximum number of optimizer steps; with 0 the model is scored without training.
         eval_every: optimizer steps between evaluations.
-        rate: learning rate of the step that comes next, from the steps done and from the position, the steps done as
-            far as the schedule is concerned: with a budget, the part of it that is spent may be further.
-        budget_seconds: processor time of training after which the run ends, or None for no limit.
-        eval_first: also score the model before its first step; where no step makes it better, it is the best.
+        rate: learning rate of the next step, given the steps done and the position in the schedule; with a time budget,
+            the position may be ahead of the steps, as it follows the part of the budget that is spent.
+        budget_seconds: CPU time of training after which the run ends, or None for no limit.
+        eval_first: also score the model before its first step, which may remain the best.
     """
 
     total: int
@@ -77,9 +77,9 @@ class RunState:
         step: optimizer steps done.
         evaluated_step: the last step after which the model was evaluated.
         best: score, metrics, step and epoch of the best evaluation.
-        evaluations_without_gain: since the best one.
+        evaluations_without_gain: evaluations since the best one.
         train_seconds: time spent training, without evaluations.
-        cpu_seconds: processor time of the optimizer steps, over all threads of the process.
+        cpu_seconds: CPU time of the optimizer steps, over all threads of the process.
     """
 
     step: int = 0
@@ -92,19 +92,19 @@ class RunState:
 
 @dataclass(frozen=True)
 class Finished:
-    """A run whose training is done.
+    """A run whose training has ended.
 
     Args:
         folder: the run folder.
-        model: with the weights of the best checkpoint, in eval mode.
-        data: as the experiment read it.
+        model: model with the weights of the best checkpoint, in eval mode.
+        data: data of the experiment.
         state: position and best evaluation.
-        best: that evaluation: score, metrics, step.
+        best: the best evaluation: score, metrics, step.
         test: metrics of `model` on `data.test`; empty if there is none.
         per_epoch: optimizer steps per epoch.
-        memory_before: peak bytes before the training (on a CPU: of the process with its data).
+        memory_before: peak bytes before training (on a CPU: of the process with its data).
         counts: see `parameter_counts`.
-        device: of the main process.
+        device: device of the main process.
     """
 
     folder: Path
@@ -120,7 +120,7 @@ class Finished:
 
     @property
     def costs(self) -> dict[str, float]:
-        """Steps, and the seconds of training: of all processor threads, of the clock, per step."""
+        """Number of steps, and CPU and wall-clock seconds of training, in total and per step."""
         state = self.state
         return {
             "steps": state.step,
@@ -131,7 +131,7 @@ class Finished:
 
 
 class Experiment(ABC, Generic[Config]):
-    """What a recipe says about itself; `run` calls the methods in the order in which they stand here.
+    """A recipe's own part of a run; `run` calls the methods in the order in which they are defined here.
 
     Args:
         config: the checked settings, with `config.train` (a StepSettings) and `config.output.dir`.
@@ -140,11 +140,11 @@ class Experiment(ABC, Generic[Config]):
         settings: the dataclass of the settings.
         program: the recipe's file in recipes/.
         advice: what to try when training diverged.
-        paths: (section, key) of settings that are paths, besides those of the data: metrics.json does without.
-        leaves: names of what it writes into the run folder, besides what many runs write (`CONTENT` of run_folder.py).
-        records: those among them that a continuation reads, which are written before the first checkpoint.
+        paths: (section, key) of settings that are paths, besides those of the data; metrics.json omits them.
+        leaves: names of files it writes into the run folder, besides those of `CONTENT` in run_folder.py.
+        records: those of these files that a resumed run reads, which are written before the first checkpoint.
         task: computes the metrics; an experiment without one replaces `score`.
-        fit_seconds: that `model` spent on what is computed instead of trained.
+        fit_seconds: seconds that `model` spent on fitting without training.
     """
 
     settings: type[Config]
@@ -162,35 +162,35 @@ class Experiment(ABC, Generic[Config]):
     @property
     @abstractmethod
     def method(self) -> str:
-        """What is compared, in a word."""
+        """Short name of the method that is compared."""
 
     @property
     def title(self) -> str:
-        """Heads the log and the learning curve."""
+        """Title of the log and the learning curve."""
         return f"{self.config.task}, {self.method}"
 
     @abstractmethod
     def data(self, accelerator: Any) -> Data:
-        """Read, check and tokenise; nothing has been written yet."""
+        """Read, check and tokenise the data; nothing has been written yet."""
 
     @abstractmethod
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The model, with requires_grad where it is trained; torch's generator has been seeded.
+        """Build the model, with requires_grad set on what is trained; torch's generator has been seeded.
 
         Args:
-            data: for what is fitted before the training.
-            accelerator: of this process.
-            resumed: a checkpoint will be put into the model, so that fitting it would be in vain.
+            data: data to fit on before training.
+            accelerator: accelerator of this process.
+            resumed: a checkpoint will be loaded into the model, so that it need not be fitted.
         """
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """AdamW, unless the experiment says otherwise; `train.beta2` where its settings have that."""
+        """Create the optimizer: AdamW by default, with `train.beta2` where the settings have it."""
         given = {"beta2": self.config.train.beta2} if hasattr(self.config.train, "beta2") else {}
         return make_optimizer(model, self.config.train, **given)
 
     @abstractmethod
     def schedule(self, per_epoch: int) -> Schedule:
-        """Steps and learning rates; an epoch has `per_epoch` optimizer steps."""
+        """Return steps and learning rates; an epoch has `per_epoch` optimizer steps."""
 
     def score(
         self,
@@ -199,35 +199,35 @@ class Experiment(ABC, Generic[Config]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Metrics, among them "score", of which more is better; None if `stopped()` became true on the way."""
+        """Return metrics, including "score" (higher is better); None if `stopped()` became true meanwhile."""
         return score(model, self.task, splits, self.config.train.eval_batch_size, accelerator, stopped)
 
     def settle(
         self, model: torch.nn.Module, data: Data, accelerator: Any, stopped: Callable[[], bool]
     ) -> dict[str, Any] | None:
-        """Decide what is decided behind the training, and put it into the model that was chosen.
+        """Set what is determined after training, such as a threshold, in the chosen model.
 
-        Returns entries of metrics.json, or None if `stopped()` became true on the way.
+        Returns entries of metrics.json, or None if `stopped()` became true meanwhile.
         """
         return {}
 
     @abstractmethod
     def report(self, done: Finished) -> dict[str, Any]:
-        """Write what the run leaves; returns entries of metrics.json beside those that every run has."""
+        """Write the results of the run; returns entries of metrics.json besides those that every run has."""
 
     def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
         """Draw the learning curve from the rows of log.jsonl."""
         learning_curve(rows, file, self.title)
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """The last lines on the terminal; `figures` are what `report` returned."""
+        """Return the last lines for the terminal; `figures` are those that `report` returned."""
         return f"best score {done.best['score']:.4f} at step {done.best['step']}; everything is in {done.folder}"
 
 
 def make_optimizer(model: torch.nn.Module, train: StepSettings, beta2: float = 0.999) -> torch.optim.AdamW:
-    """AdamW over the trained parameters; vectors (biases, norms, gates) are not decayed.
+    """Create AdamW over the trained parameters; vectors (biases, norms, gates) are not decayed.
 
-    The task head may have a rate of its own (`train.head_learning_rate`).
+    The task head may have its own learning rate (`train.head_learning_rate`).
     """
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     own = getattr(train, "head_learning_rate", None)
@@ -244,25 +244,25 @@ def make_optimizer(model: torch.nn.Module, train: StepSettings, beta2: float = 0
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=train.learning_rate, betas=(0.9, beta2))
 
 
-RATE = "share_of_rate"  # of a group of parameters: its learning rate over that of the schedule
+RATE = "share_of_rate"  # key of a parameter group: its learning rate over that of the schedule
 
-# train.schedule of a budget of steps -> transformers' name of it
+# train.schedule of a budget of steps -> its name in transformers
 SCHEDULES = {"constant": "constant_with_warmup", "linear": "linear", "cosine": "cosine", "rsqrt": "inverse_sqrt"}
 
 
 def learning_rate(name: str, peak: float, warmup: int, total: int, **options: float) -> Callable[[int, float], float]:
-    """The rate of the step that comes next, from the steps done and the position in the schedule (see `Schedule`).
+    """Return a function from the steps done and the position (see `Schedule`) to the rate of the next step.
 
     Args:
-        name: as in `transformers.get_scheduler`.
-        peak: the rate behind the warm-up.
+        name: name as in `transformers.get_scheduler`.
+        peak: the rate after the warm-up.
         warmup: optimizer steps in which the rate rises linearly.
         total: optimizer steps of the whole run.
-        options: of this schedule.
+        options: options of this schedule.
     """
-    # A scheduler wants an optimizer; of this one nothing is asked but the function of the step.
+    # The scheduler needs an optimizer; only its function of the step is used.
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
-    # The fall begins behind the warm-up, also where the run is too short to get there.
+    # The decay begins after the warm-up, even where the run is too short to get there.
     factor = get_scheduler(name, optimizer, warmup, max(total, warmup + 1), options or None).lr_lambdas[0]
 
     def rate(step: int, position: float) -> float:
@@ -274,7 +274,7 @@ def learning_rate(name: str, peak: float, warmup: int, total: int, **options: fl
 
 
 def of_epochs(train: Any, per_epoch: int) -> Schedule:
-    """Whole epochs, of so many optimizer steps, as a TrainSection says; the warm-up is a part of all steps."""
+    """Return the schedule of a TrainSection: whole epochs of `per_epoch` steps; the warm-up is a share of all steps."""
     total = train.epochs * per_epoch
     named = {"epoch": per_epoch, "end": total}
     return Schedule(
@@ -285,13 +285,13 @@ def of_epochs(train: Any, per_epoch: int) -> Schedule:
 
 
 def of_steps(train: Any) -> Schedule:
-    """`train.steps` optimizer steps without warm-up."""
+    """Return a schedule of `train.steps` optimizer steps without warm-up."""
     rate = learning_rate(train.schedule, train.learning_rate, 0, train.steps)
     return Schedule(total=train.steps, eval_every=train.eval_every, rate=rate)
 
 
 def of_budget(train: Any) -> Schedule:
-    """`train.steps` optimizer steps or `train.max_cpu_minutes` of processor time, whichever ends first."""
+    """Return a schedule of `train.steps` steps or `train.max_cpu_minutes` of CPU time, whichever ends first."""
     peak, warmup = train.learning_rate, train.warmup_steps
     if train.schedule == "rsqrt":  # Long Range Arena: learning_rate is the rate of a single step of warm-up
         warmup = max(1, warmup)

@@ -1,4 +1,4 @@
-"""Exporting what a folder holds to one file, and scoring the file beside the model."""
+"""Export of the model in a folder to one file, and scoring of the file beside the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from snnk_peft.tasks.stdlib_docs import load_sentences
 
 SUFFIXES = {"onnx": ".onnx", "torch": ".pt2"}
 CHECKED = 8  # batches
-TOKENS = 64  # of a sentence
+TOKENS = 64  # per sentence
 
 
 def export_model(
@@ -46,13 +46,13 @@ def export_model(
     """Load, export, score, write; returns the exit code (0 done, 2 a package is missing).
 
     Args:
-        name: of the folder, or of the model on the Hub.
+        name: name of the folder, or of the model on the Hub.
         overrides: settings of task and data.
         format: a key of `SUFFIXES`.
-        output: the file; None for one in the folder, or here if the model is not in one of yours.
-        int8: eight-bit Linears.
-        overwrite: replace an older file.
-        written: takes the file.
+        output: the file; None for one in the folder, or in the current one if the model is on the Hub.
+        int8: quantise Linears to int8.
+        overwrite: replace an existing file.
+        written: list to which the file is appended.
     """
     quiet()
     folder = local_folder(name)
@@ -68,7 +68,7 @@ def export_model(
     with alone(target):
         try:
             _export_to(target, folder, overrides, format, int8, overwrite)
-        except ImportError as error:  # of the optional packages, with what to install
+        except ImportError as error:  # from optional packages; says what to install
             print(f"error: {error}", file=sys.stderr)
             return 2
     return 0
@@ -110,11 +110,11 @@ def _export_to(target: Path, folder: Path, overrides: list[str], format: str, in
 
 
 def sentences(model: Any, folder: Path) -> list[dict[str, Any]] | None:
-    """Sentences that every Python carries, so that the program has the inputs that the tokenizer makes of texts.
+    """Tokenise sentences that come with every Python, so that the export sees the inputs a tokenizer makes.
 
     Args:
-        model: that is exported.
-        folder: of its tokenizer; None is returned without one, and for models that read no texts.
+        model: the model that is exported.
+        folder: folder of its tokenizer; without one, and for models that do not read text, the result is None.
     """
     if model.main_input_name != "input_ids" or not Texts().has_reader(folder):
         return None
@@ -135,7 +135,7 @@ def sentences(model: Any, folder: Path) -> list[dict[str, Any]] | None:
 
 
 def some_batches(splits: dict[str, Any], size: int) -> list[dict[str, Any]]:
-    """Batches at equal distances: of short texts, of long ones, and between."""
+    """Return evenly spaced batches, from short texts to long ones."""
     examples = next(iter(splits.values()))
     plan = sorted(examples.by_length(size), key=lambda indices: max(examples.lengths[index] for index in indices))
     chosen = sorted({i * (len(plan) - 1) // (CHECKED - 1) for i in range(CHECKED)})
@@ -143,7 +143,7 @@ def some_batches(splits: dict[str, Any], size: int) -> list[dict[str, Any]]:
 
 
 def scores(model: Any, file: Path, task: Any, splits: dict[str, Any], size: int) -> dict[str, dict[str, float]]:
-    """All metrics and the seconds of scoring, of the model and of the file; prints a table."""
+    """Compute all metrics and the scoring time of the model and of the file; print a table."""
     accelerator, found = Accelerator(cpu=True), {}
     for name, candidate in (("model", model.to("cpu")), (file.name, ExportedFile(file))):
         start = time.perf_counter()
@@ -157,7 +157,7 @@ def scores(model: Any, file: Path, task: Any, splits: dict[str, Any], size: int)
 
 
 class ExportedFile(torch.nn.Module):
-    """A file of `snnk_peft.export`, run by ONNX Runtime (.onnx, on the processor) or by torch.
+    """A file written by `snnk_peft.export`, run by ONNX Runtime (.onnx, on the CPU) or by torch.
 
     Args:
         path: the file.
@@ -185,5 +185,5 @@ class ExportedFile(torch.nn.Module):
         self.run = run
 
     def forward(self, **batch: torch.Tensor) -> SimpleNamespace:
-        """The outputs by name."""
+        """Return the outputs by name."""
         return SimpleNamespace(**self.run(batch))

@@ -1,9 +1,8 @@
 """Files that are either complete or absent: written under a temporary name, flushed to disk, then renamed.
 
-What the system refuses (a full disk, a folder that cannot be written) becomes a `FileError` that names the path and
-says what to do; the temporary file does not stay behind. A temporary name carries the process that uses it, so that
-what a killed one left can be told from a live one's. `guarded` tells in a line, instead of a traceback, what goes wrong
-around a program.
+System errors (a full disk, a folder that is not writable) become a `FileError` that names the path and says what to do;
+the temporary file is removed. A temporary name contains the process that uses it, so that the leftovers of a killed
+process can be told from a live one's files. `guarded` reports such errors in one line instead of a traceback.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ _REMEDIES = {
     errno.EROFS: _CLOSED,
     errno.ENOTDIR: "a part of this path is a file; expected folders",
 }
-# safetensors tells the system's error number in its text only.
+# safetensors gives the system's error number only in its message.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class FileError(ConfigError):
-    """A file or folder cannot be read or written: says which, why, and what to do."""
+    """A file or folder that cannot be read or written: says which, why, and what to do."""
 
 
 def file_fault(error: BaseException, path: Path | None = None) -> str | None:
-    """What the system refused, for people; None if the error is about something else.
+    """Describe a system error for people; None if the error is about something else.
 
     Args:
         error: an exception, for example an OSError.
-        path: what was to be written, if the caller knows better than the error.
+        path: the path being written, if the caller knows better than the error.
     """
     number = error.errno if isinstance(error, OSError) and not isinstance(error, ConnectionError) else None
     if isinstance(error, SafetensorError) and (match := _OS_ERROR.search(str(error))):
@@ -64,7 +63,7 @@ def file_fault(error: BaseException, path: Path | None = None) -> str | None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse, before any work is done, a folder that cannot be made or written."""
+    """Refuse, before any work is done, a folder that cannot be created or written to."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         inside = "" if there == folder else f", but {there} is a file"
@@ -75,7 +74,7 @@ def check_writable(folder: Path) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, what the system refuses is a FileError about `path`."""
+    """Turn system errors inside the context into a FileError about `path`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -87,9 +86,9 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside `path`, for a file or a folder: it takes the place of `path` at the end.
+    """Yield a temporary name beside `path`, for a file or a folder that replaces `path` at the end.
 
-    If something fails before, nothing of it stays, and `path` is as it was.
+    If something fails before that, it is removed and `path` is unchanged.
     """
     temporary = temporary_name(path)
     with writing(path):
@@ -102,7 +101,7 @@ def replacing(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
         except BaseException as error:
             remove(temporary)
-            # What the package could not write it says of the temporary name, which means nothing to people.
+            # A package's error names the temporary path, which means nothing to people.
             refused = error.__cause__ if isinstance(error, ConfigError) and str(temporary) in str(error) else None
             if refused is not None and (fault := file_fault(refused, path)) is not None:
                 raise FileError(fault) from error
@@ -110,7 +109,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, if it is there and can be deleted."""
+    """Delete a file or folder if it exists and can be deleted."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -119,16 +118,16 @@ def remove(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Where this process prepares `path`: beside it, hidden."""
+    """Return the name under which this process prepares `path`: beside it, hidden."""
     return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
 
 
 def remove_leftovers(folder: Path, pattern: str = "*") -> list[str]:
-    """Delete what processes of this machine that are no more left under temporary names; returns the names.
+    """Delete temporary files left by dead processes of this machine, and return their names.
 
     Args:
-        folder: where to look, not below it; it need not exist.
-        pattern: names of the files or folders that were prepared.
+        folder: folder to search, without its subfolders; it need not exist.
+        pattern: glob pattern of the files or folders that were prepared.
     """
     removed = []
     for entry in sorted(folder.glob(f".{pattern}.tmp")):
@@ -151,7 +150,7 @@ def _is_alive(process: int) -> bool:
 
 
 def sha256(path: Path) -> str:
-    """Hexadecimal digest of a file's content."""
+    """Return the hexadecimal digest of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -160,7 +159,7 @@ def sha256(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Wait until the file or the folder's list of names is on the disk."""
+    """Wait until the file, or the folder's list of names, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -169,18 +168,18 @@ def flush(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` in one step; a reader sees the old text or the new, never half of it."""
+    """Replace `path` atomically; a reader sees the old text or the new, never half of it."""
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_text` of indented JSON; NaN is refused, because JSON has none."""
+    """Write indented JSON with `write_text`; NaN is refused, because JSON has none."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The content of a JSON file; a ConfigError names the file otherwise."""
+    """Return the content of a JSON file, or raise a ConfigError that names the file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -190,7 +189,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_folder(path: Path, fill: Callable[[Path], Any]) -> None:
-    """Create the folder `path` with what `fill(temporary_folder)` writes; an older one is replaced at the end."""
+    """Create the folder `path` with what `fill(temporary_folder)` writes; an existing one is replaced at the end."""
     remove_leftovers(path.parent, f"{glob.escape(path.name)}.*")
     with replacing(path) as temporary:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -204,10 +203,10 @@ STOPPED = 128 + signal.SIGINT
 
 
 def guarded(work: Callable[[], int | None]) -> int:
-    """Do the work of a recipe; returns its exit code.
+    """Run the work of a recipe; returns its exit code.
 
-    Faults of the input and what the system refuses (files, folders, a full disk) are told on stderr, with code 2;
-    Ctrl-C gives 130. Any other exception is a bug and keeps its traceback.
+    Input errors and system errors (files, folders, a full disk) are reported on stderr, with code 2; Ctrl-C gives 130.
+    Any other exception is a bug and keeps its traceback.
     """
     try:
         return work() or 0

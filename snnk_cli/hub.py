@@ -1,4 +1,4 @@
-"""Uploading a model folder to the Hub."""
+"""Upload of a model folder to the Hub."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from snnk_peft.errors import ConfigError
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Upload the files of `folder`, in one commit; returns the address.
+    """Upload the files of `folder` in one commit, and return the URL.
 
     Args:
-        folder: a model with its card.
-        repository: "owner/model"; made if it is not there.
-        private: whether a new one is.
+        folder: folder of a model with its card.
+        repository: "owner/model"; created if it does not exist.
+        private: make a new repository private.
 
     Raises:
-        ConfigError: the Hub refused it or cannot be reached; the folder is as it was.
+        ConfigError: the Hub refused it or cannot be reached; the folder is unchanged.
     """
     api = HfApi()
     try:

@@ -1,14 +1,14 @@
-"""Images to batches: decoded, changed at random for training, resized and normalised by the model's image processor.
+"""Batching of images: decoded, augmented for training, resized and normalised by the model's image processor.
 
-With `data.workers`, batches are made ahead of time in processes of their own; which pixels come out does not depend on
-their number. An image that cannot be read is named; while there are no more than `data.max_unreadable` of them,
-training takes the next readable one instead and evaluation leaves it out of the count.
+With `data.workers`, batches are prepared ahead of time in worker processes; the pixels do not depend on their number.
+An image that cannot be read is named; as long as there are no more than `data.max_unreadable` of them, training takes
+the next readable one instead and evaluation leaves it out.
 
-How an image is changed for training is a pure function of (seed, epoch, index), whatever the batch, the process or the
-worker it is made in: so a resumed run, or one on another number of workers, sees the same pixels.
+Augmentation is a pure function of (seed, epoch, index), whatever the batch, process or worker: a resumed run, or one
+with another number of workers, sees the same pixels.
 
 mixup (Zhang et al. 2018): λ x + (1 − λ) x′ with labels λ y + (1 − λ) y′, λ ~ Beta(α, α), x′ another example of the set;
-cutmix (Yun et al. 2019): x with a rectangle of x′ that covers 1 − λ of it. Of both, one is drawn per example.
+cutmix (Yun et al. 2019): x with a rectangle of x′ that covers 1 − λ of it. With both on, one is drawn per example.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _LOOKED_AT = 20_000  # images of a set that are decoded to name all unreadable o
 
 
 class ImageExamples(ExampleSet):
-    """Images with a class each.
+    """Images with one class each.
 
     Args:
         rows: the examples.
         processor: an image processor of transformers (Pillow backend).
-        channels: 1 (grey) or 3 (RGB), what the model reads.
+        channels: input channels of the model, 1 (grey) or 3 (RGB).
         classes: number of classes.
-        augmentation: of a training set, None for one that is only evaluated.
-        workers: processes that make batches; 0 makes them in this one.
-        max_unreadable: more unreadable images than that are an error.
+        augmentation: augmentation of a training set; None for evaluation.
+        workers: worker processes that prepare batches; 0 prepares them in this one.
+        max_unreadable: largest number of unreadable images that is not an error.
     """
 
     def __init__(
@@ -63,22 +63,22 @@ class ImageExamples(ExampleSet):
         self._augmentation, self._workers, self._limit = augmentation, workers, max_unreadable
         self.labels = torch.from_numpy(np.asarray(rows.labels))
         self.unreadable: dict[int, str] = {}
-        # Images of a batch have one size: their order needs no lengths.
+        # All images have one size, so there is nothing to group by length.
         self.lengths = [1] * len(rows)
 
     def describe(self) -> str:
-        """Number and size."""
+        """Describe the number and size of the images."""
         height, width = input_size(self._processor)
         return f"{len(self):,} images at {height} x {width} pixels"
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """Model inputs as for evaluation: pixel_values (batch, channels, height, width), labels (batch,)."""
+        """Return model inputs for evaluation: pixel_values (batch, channels, height, width), labels (batch,)."""
         return next(self.batches([indices], device))
 
     def batches(
         self, wanted: Sequence[Sequence[int]], device: torch.device | str = "cpu", epoch: int | None = None
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """See `ExampleSet.batches`; with mixing, labels (batch,) give way to soft_labels (batch, classes)."""
+        """Yield batches as `ExampleSet.batches`; with mixing, soft_labels (batch, classes) replace labels (batch,)."""
         made: Any = _Batches(self, wanted, epoch)
         if self._workers and len(wanted) > 1:
             made = DataLoader(
@@ -94,7 +94,7 @@ class ImageExamples(ExampleSet):
             yield {name: values.to(device, non_blocking=True) for name, values in inputs.items()}
 
     def make(self, indices: Sequence[int], epoch: int | None) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
-        """A batch on the CPU, and the messages about images that could not be read, by example."""
+        """Return a batch on the CPU, and the messages about unreadable images by example."""
         faults: dict[int, str] = {}
         if epoch is None:
             return self._plain(indices, faults), faults
@@ -120,7 +120,7 @@ class ImageExamples(ExampleSet):
         return {**inputs, "labels": soft.argmax(1)}, faults
 
     def fingerprint(self) -> str:
-        """A digest of labels and images."""
+        """Return a digest of labels and images."""
         return self._rows.fingerprint()
 
     def _plain(self, indices: Sequence[int], faults: dict[int, str]) -> dict[str, torch.Tensor]:
@@ -140,7 +140,7 @@ class ImageExamples(ExampleSet):
     def _changed(
         self, index: int, augmentation: Augmentation, rng: np.random.Generator, faults: dict[int, str]
     ) -> tuple[np.ndarray, int]:
-        """Pixels and label of an example of a training set, or of the next one that can be read."""
+        """Return augmented pixels and label of a training example, or of the next one that can be read."""
         for step in range(len(self)):
             found = (index + step) % len(self)
             image = self._read(found, faults)
@@ -158,9 +158,9 @@ class ImageExamples(ExampleSet):
             return None
 
     def _pixels(self, images: list[Any], resized: bool = False) -> np.ndarray:
-        """(batch, channels, height, width) float32."""
+        """Preprocess images to (batch, channels, height, width) float32."""
         options = {"do_resize": False, "do_center_crop": False} if resized else {}
-        # Grey images have no axis of channels, which processors expect.
+        # Grey images lack the channel axis that processors expect.
         arrays = [np.asarray(image) if self._channels == 3 else np.asarray(image)[..., None] for image in images]
         done = self._processor(arrays, return_tensors="np", input_data_format="channels_last", **options)
         pixels: np.ndarray = done["pixel_values"]
@@ -173,7 +173,7 @@ class ImageExamples(ExampleSet):
                 print(f"note: left out: {message}")
         if len(self.unreadable) > self._limit:
             found, looked_at = dict(self.unreadable), min(len(self), _LOOKED_AT)
-            for index in range(looked_at):  # all at once, so that one round of mending is enough
+            for index in range(looked_at):  # all at once, so that one round of fixing is enough
                 if index not in found:
                     self._read(index, found)
             of = "" if looked_at == len(self) else f" (the first {looked_at:,} of {len(self):,} were looked at)"
@@ -188,7 +188,7 @@ class ImageExamples(ExampleSet):
 
 
 class _Batches(Dataset[Any]):
-    """Batches by number, for a loader."""
+    """Batches by number, for a DataLoader."""
 
     def __init__(self, examples: ImageExamples, wanted: Sequence[Sequence[int]], epoch: int | None):
         self._examples, self._wanted, self._epoch = examples, wanted, epoch
@@ -201,7 +201,7 @@ class _Batches(Dataset[Any]):
 
 
 def input_size(processor: Any) -> tuple[int, int]:
-    """(height, width) of what an image processor returns."""
+    """Return (height, width) of the output of an image processor."""
     sizes = [processor.crop_size] if getattr(processor, "do_center_crop", False) else []
     for size in (*sizes, processor.size):
         if size is not None and "height" in size:
@@ -215,7 +215,7 @@ def input_size(processor: Any) -> tuple[int, int]:
 
 
 def channels_of(processor: Any) -> int:
-    """1 (grey) or 3 (RGB), as many as the processor has means."""
+    """Return the number of channels, 1 (grey) or 3 (RGB), from the processor's means."""
     means = getattr(processor, "image_mean", None) or (0.0, 0.0, 0.0)
     channels = 3 if isinstance(means, (int, float)) else len(means)
     if channels not in (1, 3):
@@ -224,24 +224,24 @@ def channels_of(processor: Any) -> int:
 
 
 class Augmentation:
-    """What is done to the images of a training set.
+    """Random augmentation of the images of a training set.
 
     Args:
-        settings: which changes.
-        size: (height, width) that cropped images get.
-        resample: how images are scaled, as in Pillow.
-        seed: of the run.
+        settings: the augmentations to apply.
+        size: (height, width) of cropped images.
+        resample: resampling filter of Pillow.
+        seed: seed of the run.
     """
 
     def __init__(self, settings: AugmentSection, size: tuple[int, int], resample: int, seed: int):
         self.settings, self.size, self.resample, self.seed = settings, size, resample, seed
 
     def generator(self, epoch: int, index: int) -> np.random.Generator:
-        """Of one example in one epoch."""
+        """Return the generator of one example in one epoch."""
         return np.random.default_rng((self.seed, epoch, index))
 
     def picture(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        """An image of (height, width) `size` if it is cropped, otherwise of its own size."""
+        """Augment one image; a cropped one gets (height, width) `size`, any other keeps its own."""
         settings = self.settings
         if settings.crop_scale is not None:
             box = crop_box(image.size, settings.crop_scale, rng)
@@ -255,22 +255,22 @@ class Augmentation:
 
     @property
     def mixes(self) -> bool:
-        """Whether examples are mixed with others."""
+        """Whether examples are mixed (mixup or cutmix)."""
         return self.settings.mixup > 0 or self.settings.cutmix > 0
 
     def mixed(
         self, pixels: np.ndarray, rng: np.random.Generator, count: int, other: Callable[[int], tuple[np.ndarray, Any]]
     ) -> tuple[np.ndarray, Any, float]:
-        """Pixels with a part of another example, that example's label, and the share λ that is the first one's.
+        """Mix in another example; return the pixels, that example's label, and the share λ of the first one.
 
         Args:
             pixels: (channels, height, width) float32, normalised.
-            rng: of the first example.
+            rng: generator of the first example.
             count: number of examples.
             other: example number -> its pixels and label.
         """
         settings = self.settings
-        # One is drawn where both are on; the share of a mixed pair follows its Beta distribution.
+        # With both on, one is drawn; the share follows its Beta distribution.
         cut = settings.cutmix > 0 and (settings.mixup == 0 or rng.random() < 0.5)
         alpha = settings.cutmix if cut else settings.mixup
         share = float(rng.beta(alpha, alpha))
@@ -285,9 +285,9 @@ class Augmentation:
 
 
 def crop_box(size: tuple[int, int], smallest: float, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """A random rectangle of `smallest` to all of the area and of ratio 3/4 to 4/3: (left, top, right, bottom).
+    """Draw a rectangle of `smallest` to all of the area and aspect ratio 3/4 to 4/3: (left, top, right, bottom).
 
-    After ten draws that do not fit: the largest one in the middle whose ratio is in that range (Szegedy et al. 2015).
+    After ten draws that do not fit, it is the largest central one with a ratio in that range (Szegedy et al. 2015).
     """
     width, height = size
     for _ in range(_TRIES):
@@ -303,7 +303,7 @@ def crop_box(size: tuple[int, int], smallest: float, rng: np.random.Generator) -
 
 
 def cut_slices(shape: tuple[int, ...], share: float, rng: np.random.Generator) -> tuple[slice, slice]:
-    """Rows and columns of a rectangle that covers 1 − share of (height, width), cut off at the border."""
+    """Draw the rows and columns of a rectangle that covers 1 − share of (height, width), clipped at the border."""
     side = math.sqrt(1 - share)
     found = []
     for length in shape:

@@ -1,4 +1,4 @@
-"""What a model costs, what this package can do with it, and what a folder holds: `snnk cost`, `check`, `describe`."""
+"""The commands `snnk cost`, `check` and `describe`: costs and supported methods of a model, content of a folder."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ RESULTS = ("metrics.json", "evaluation.json")
 
 
 def show_cost(model: str, config: Path | None, given: Mapping[str, Any]) -> CostReport:
-    """Print what a model costs by several methods, as a table.
+    """Print a table of what a model costs with several methods.
 
     Args:
-        model: a folder, a config.json or a name on the Hub; nothing but the config is read.
+        model: a folder, a config.json or a name on the Hub; only the config is read.
         config: YAML with the fields of SNNKConfig; None for default adapters.
         given: further arguments of `estimate_cost`.
     """
@@ -53,7 +53,7 @@ def show_cost(model: str, config: Path | None, given: Mapping[str, Any]) -> Cost
 
 
 def check_model(model: str) -> dict[str, Any]:
-    """Print and return what `check_family` says of a model, and the versions that it was checked with."""
+    """Print and return the report of `check_family` on a model, with the versions used."""
     quiet()
     report = check_family(load_by_class(local_folder(model)))
     print(report)
@@ -61,10 +61,10 @@ def check_model(model: str) -> dict[str, Any]:
 
 
 def describe_model(model: str) -> dict[str, Any]:
-    """Print and return what a folder, or a model on the Hub, holds.
+    """Print and return the content of a folder or of a model on the Hub.
 
     Raises:
-        ConfigError: nothing that is known.
+        ConfigError: the folder holds no run, adapter or model.
     """
     folder = local_folder(model)
     found: dict[str, Any] = {"model": model}
@@ -103,7 +103,7 @@ def _of_model(folder: Path) -> dict[str, Any]:
 
 
 def _parameters(folder: Path, pattern: str) -> int:
-    """Entries of all tensors in a folder's safetensors files; only their headers are read."""
+    """Count the entries of all tensors in a folder's safetensors files; only their headers are read."""
     total = 0
     for file in folder.glob(pattern):
         with safe_open(file, framework="pt") as tensors:

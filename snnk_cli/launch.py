@@ -1,4 +1,4 @@
-"""One run of an experiment: its folder, the state that a stopped run left, the loop, what stays, and its faults."""
+"""One run of an experiment: its folder, the state of a stopped run, the training loop, the results, and errors."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def perform(prepare: Callable[[], Experiment[Any]], request: Request) -> int:
     """Run an experiment; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped).
 
     Args:
-        prepare: makes the experiment; a ConfigError if the settings are wrong.
-        request: what the command line asks for.
+        prepare: creates the experiment; raises a ConfigError if the settings are wrong.
+        request: the request of the command line.
     """
     quiet()
 
@@ -122,7 +122,7 @@ def run(experiment: Experiment[Any], request: Request) -> int:
 
 
 def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator, stop: StopSignal) -> int:
-    """`run`, in a folder that is this run's alone."""
+    """Do the work of `run` in a folder that this run holds exclusively."""
     config, folder = experiment.config, Path(experiment.config.output.dir)
     train = config.train
     start = choose_checkpoint(folder / "checkpoints", request.checkpoint) if request.resume else None
@@ -152,7 +152,7 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
     accelerator.wait_for_everyone()  # all processes have read it
     if accelerator.is_main_process:
         claim_folder(folder, dump_yaml(config), ROOT, request.resume)
-        (folder / REPORT).unlink(missing_ok=True)  # of a finished run that goes on from an earlier checkpoint
+        (folder / REPORT).unlink(missing_ok=True)  # left by a finished run that is resumed from an earlier checkpoint
         if start is not None:
             for name in discard_newer(start):
                 print(f"discarded {name}, which is newer than {start.name}")
@@ -203,7 +203,7 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
     if settled is None or test is None:
         print(f"{stop.name}: training is done, the test is not; continue with:\n  {request.command}")
         return stop.exit_code
-    if is_sharded(bare):  # what is saved and folded must be whole: the same model once more, not split
+    if is_sharded(bare):  # saving and folding need whole tensors: build the model again, unsharded
         set_seed(train.seed)
         best = experiment.model(data, accelerator, resumed=True).to(accelerator.device).eval()
         load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", best)
@@ -231,7 +231,7 @@ def _restore(
     accelerator: Accelerator,
     train: Any,
 ) -> RunState:
-    """Fill model, optimizer and generators; a ConfigError if the checkpoint is damaged or belongs to other data."""
+    """Restore model, optimizer and generators; a ConfigError if the checkpoint is damaged or belongs to other data."""
     try:
         saved = load_checkpoint(start, model, optimizer, identity, accelerator.process_index, accelerator.num_processes)
     except MisfitError as error:
@@ -267,7 +267,7 @@ def _restore(
 
 
 def _common_figures(experiment: Experiment[Any], done: Finished, total: int, memory: int) -> dict[str, Any]:
-    """What metrics.json says about every run."""
+    """Return the entries of metrics.json that every run has."""
     return {
         **_identity(experiment),
         "best_step": done.best["step"],
@@ -283,7 +283,7 @@ def _common_figures(experiment: Experiment[Any], done: Finished, total: int, mem
 
 
 def _identity(experiment: Experiment[Any]) -> dict[str, Any]:
-    """What metrics.json says of which run it is."""
+    """Return the entries of metrics.json that identify the run."""
     config = experiment.config
     return {
         "task": config.task,

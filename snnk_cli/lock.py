@@ -1,8 +1,8 @@
-"""One writer at a time: who writes a folder or a file holds a lock on it, from before the work to the end.
+"""One writer at a time: the writer of a folder or a file holds a lock on it, from before the work to the end.
 
-The lock is the kernel's (flock), on a file beside what is written, `.NAME.lock`; so the folder itself may be deleted or
-replaced meanwhile. It goes with its process, however that ends: what a killed one leaves is a file that nobody holds,
-which the next one takes over. Network file systems pass it on to other machines (NFS since Linux 2.6.12).
+The lock is the kernel's (flock), on a file `.NAME.lock` beside the output, so that the folder itself may be deleted or
+replaced meanwhile. It ends with its process, however that ends: a killed one leaves a file that nobody holds, and the
+next one takes it over. Network file systems share it between machines (NFS since Linux 2.6.12).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _to_the_end: dict[Path, contextlib.ExitStack] = {}
 
 @contextlib.contextmanager
 def alone(path: Path, setting: str = "--output") -> Iterator[None]:
-    """Inside, no other process that asks here writes `path`; what the system refuses is an error that names a path.
+    """Hold an exclusive lock on `path` inside the context; system errors there become errors that name a path.
 
     Args:
         path: a file or a folder, which need not exist.
-        setting: how the user chooses another one.
+        setting: the setting with which the user chooses another path.
 
     Raises:
         ConfigError: another process holds it; nothing was changed.
@@ -54,17 +54,17 @@ def alone(path: Path, setting: str = "--output") -> Iterator[None]:
         finally:
             if os.getpid() == process:
                 with contextlib.suppress(OSError):
-                    file.unlink()  # while it is held: nobody else has it then
+                    file.unlink()  # while it is held, so nobody else can have it
                 del _held[handle]
                 os.close(handle)
     finally:
-        for folder in made:  # if nothing came of it
+        for folder in made:  # if they stayed empty
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
 
 def hold(path: Path) -> None:
-    """As `alone`, to the end of this process; SystemExit if another one is at work."""
+    """Hold the lock of `alone` until this process ends; SystemExit if another one holds it."""
     if path.absolute() not in _to_the_end:
         stack = contextlib.ExitStack()
         try:
@@ -76,7 +76,7 @@ def hold(path: Path) -> None:
 
 
 def _taken(file: Path, path: Path, setting: str) -> int:
-    """A handle of the locked file, which now says who holds it."""
+    """Open and lock the file, write the holder into it, and return the handle."""
     while True:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -102,7 +102,7 @@ def _taken(file: Path, path: Path, setting: str) -> int:
             break
         os.close(handle)
     told = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with contextlib.suppress(OSError):  # the disk is full: the first file of the work will tell
+    with contextlib.suppress(OSError):  # the disk is full: the first file written will report it
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(told).encode(), 0)
     return handle
@@ -122,7 +122,7 @@ def _refusal(holder: bytes, path: Path, setting: str) -> str:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """A full disk is told by the call that meets it, often without the path."""
+    """Name the path of a system error that lacks it, such as that of a full disk."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -133,7 +133,7 @@ def _named(path: Path) -> Iterator[None]:
 
 
 def _forget() -> None:
-    """A forked worker may outlive the run; the lock must not."""
+    """Release the locks in a forked worker, which may outlive the run."""
     for handle in _held:
         os.close(handle)
     _held.clear()

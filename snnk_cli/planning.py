@@ -1,4 +1,4 @@
-"""Planning a conversion and leaving it at that: plan.json, its picture, and the settings that convert as planned."""
+"""Planning of a conversion without carrying it out: plan.json, its plot, and the settings that convert as planned."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SETTINGS = "convert.yaml"
 
 
 def plan_model(file: Path | None, overrides: list[str], target: Path, overwrite: bool) -> int:
-    """Plan, print and write; returns the exit code (0 done, 2 wrong input).
+    """Plan a conversion, print and write the plan; returns the exit code (0 done, 2 wrong input).
 
     Args:
-        file: of the settings, or None.
-        overrides: of single settings.
-        target: the folder.
-        overwrite: replace an earlier plan in it.
+        file: settings file, or None.
+        overrides: overrides of single settings.
+        target: the output folder.
+        overwrite: replace an existing plan in it.
     """
     quiet()
     return guarded(lambda: _plan_into(target, load_config(ConvertConfig, file, overrides), overwrite))

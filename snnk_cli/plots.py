@@ -14,7 +14,7 @@ from snnk_cli.files import replacing
 
 
 def learning_curve(rows: Sequence[Mapping[str, Any]], file: Path, title: str) -> None:
-    """Training loss and evaluation score over optimizer steps, from the rows of log.jsonl."""
+    """Plot training loss and evaluation score over optimizer steps, from the rows of log.jsonl."""
     losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     scores = [(row["step"], row["score"]) for row in rows if "score" in row]
     figure, left = make_axes(size=(7, 4))
@@ -27,7 +27,7 @@ def learning_curve(rows: Sequence[Mapping[str, Any]], file: Path, title: str) ->
 
 
 def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], file: Path, title: str, unit: str) -> None:
-    """Losses of the same unit over optimizer steps: one line of (step, loss) per name."""
+    """Plot losses of the same unit over optimizer steps: one line of (step, loss) per name."""
     figure, axes = make_axes(size=(7, 4))
     for name, points in curves.items():
         axes.plot(*zip(*points, strict=True), marker=_marker(points), label=name)
@@ -43,7 +43,7 @@ def error_curves(
     labels: tuple[str, str],
     bottom: float,
 ) -> None:
-    """Errors over a size, both logarithmic: a line of (size, mean, standard error) per name, at least `bottom`."""
+    """Plot errors over a size, both logarithmic: a line of (size, mean, standard error) per name, at least `bottom`."""
     figure, axes = make_axes(size=(8, 4.5))
     for name, points in curves.items():
         sizes, means, deviations = zip(*points, strict=True)
@@ -57,7 +57,7 @@ def error_curves(
 def score_rows(
     table: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, title: str, xlabel: str = "dev score"
 ) -> None:
-    """A panel for each row of `table` with a line for each method: its score (mean, standard deviation) as a point."""
+    """Plot one panel per row of `table` with one line per method: its score (mean, standard deviation) as a point."""
     methods = list(dict.fromkeys(method for cells in table.values() for method in cells))
     size = (2.6 * len(table) + 2.5, 0.25 * len(methods) + 1.5)
     figure, axes = make_axes(1, len(table), size=size, sharey=True, squeeze=False)
@@ -77,7 +77,7 @@ def score_rows(
 
 
 def score_points(points: Mapping[str, tuple[int, float, float]], file: Path, title: str, ylabel: str) -> None:
-    """Scores over trained parameters: one point (parameters, mean, standard deviation) per method."""
+    """Plot scores over trained parameters: one point (parameters, mean, standard deviation) per method."""
     figure, axes = make_axes(size=(7, 4))
     for name, (parameters, mean, deviation) in points.items():
         axes.errorbar(parameters, mean, yerr=deviation, fmt="o", capsize=3, label=name)
@@ -87,7 +87,7 @@ def score_points(points: Mapping[str, tuple[int, float, float]], file: Path, tit
 
 
 def score_over_seconds(lines: Mapping[str, Sequence[tuple[float, float]]], file: Path, title: str) -> None:
-    """Scores over seconds of training, which are logarithmic: one line of (seconds, score) per name."""
+    """Plot scores over seconds of training, on a logarithmic axis: one line of (seconds, score) per name."""
     figure, axes = make_axes(size=(7, 4))
     for name, points in lines.items():
         axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
@@ -99,18 +99,18 @@ def score_over_seconds(lines: Mapping[str, Sequence[tuple[float, float]]], file:
 
 
 def make_axes(*shape: int, size: tuple[float, float], **shared: Any) -> tuple[Any, Any]:
-    """A figure of this size in inches, and its axes; pyplot's state, which may be a notebook's, is left alone."""
+    """Create a figure of this size in inches and its axes, leaving pyplot's state, which may be a notebook's, alone."""
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(*shape, **shared)
 
 
 def _side_by_side(count: int) -> tuple[Any, Any]:
-    """Figure and axes (1, count) of panels with one scale."""
+    """Create a figure and axes (1, count) of panels with a shared scale."""
     return make_axes(1, count, size=(4 * count + 2, 4), sharey=True, squeeze=False)
 
 
 def _beside_a_legend(figure: Any, axes: Any, drawn: Mapping[str, Any], ylabel: str, title: str, file: Path) -> None:
-    """Write panels whose names stand once, right of the last."""
+    """Write panels with a single legend right of the last one."""
     axes[0, 0].set_ylabel(ylabel)
     axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.suptitle(title)
@@ -125,15 +125,15 @@ def score_panels(
     ylabel: str,
     level: tuple[float, float] | None = None,
 ) -> None:
-    """Side by side, one line per name: points (x, mean, standard error).
+    """Plot panels side by side, one line per name: points (x, mean, standard error).
 
     Args:
         panels: title of a panel -> name -> points.
-        file: PNG.
-        title: of the figure.
-        xlabel: of all panels.
-        ylabel: of the first.
-        level: mean and standard error of what does not depend on x, drawn as "dense"; None for nothing.
+        file: PNG file.
+        title: title of the figure.
+        xlabel: label of every x axis.
+        ylabel: label of the first y axis.
+        level: mean and standard error of a baseline independent of x, drawn as "dense"; None for none.
     """
     figure, axes = _side_by_side(len(panels))
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
@@ -153,13 +153,13 @@ def score_panels(
 def scatter_panels(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], file: Path, title: str, labels: tuple[str, str]
 ) -> None:
-    """Side by side, the points (x, y) of each name in its own colour.
+    """Plot panels side by side, the points (x, y) of each name in its own colour.
 
     Args:
         panels: title of a panel -> name -> points.
-        file: PNG.
-        title: of the figure.
-        labels: of x and y.
+        file: PNG file.
+        title: title of the figure.
+        labels: labels of x and y.
     """
     figure, axes = _side_by_side(len(panels))
     names = list(dict.fromkeys(name for points in panels.values() for name in points))
@@ -172,14 +172,14 @@ def scatter_panels(
 
 
 def eigenvalue_panels(rows: Mapping[str, Mapping[str, Sequence[Sequence[float]]]], file: Path, title: str) -> None:
-    """Spectra over the number of the eigenvalue: a row of panels for each name, one panel for each of its layers.
+    """Plot spectra over the index of the eigenvalue: a row of panels per name, one panel per layer.
 
-    The axis is logarithmic, so that eigenvalues of 0 are missing.
+    The axis is logarithmic, so eigenvalues of 0 are missing.
 
     Args:
-        rows: name -> layer -> spectra, each in descending order and a thin line.
-        file: PNG.
-        title: of the figure.
+        rows: name -> layer -> spectra in descending order, each drawn as a thin line.
+        file: PNG file.
+        title: title of the figure.
     """
     shape = (len(rows), max(map(len, rows.values())))
     size = (3 * shape[1] + 1, 2.6 * shape[0] + 0.8)
@@ -206,14 +206,14 @@ def picture_grid(
     title: str,
     scales: Mapping[int, tuple[float, float]] | None = None,
 ) -> None:
-    """Grey images (height, width): a row for each name, those of a column on one scale.
+    """Plot grey images (height, width): one row per name, with a common scale per column.
 
     Args:
-        rows: name -> an image for each column.
-        columns: their titles.
-        file: PNG.
-        title: of the figure.
-        scales: column -> values that are black and white; of others, the extremes of the first row.
+        rows: name -> one image per column.
+        columns: titles of the columns.
+        file: PNG file.
+        title: title of the figure.
+        scales: column -> values shown as black and white; by default the extremes of the first row.
     """
     shape = (len(rows), len(columns))
     figure, axes = make_axes(*shape, size=(3 * shape[1], 3 * shape[0]), squeeze=False)
@@ -231,11 +231,11 @@ def picture_grid(
 
 
 def _marker(points: Sequence[Any]) -> str | None:
-    """Few points are marked: a line through a single one, all that a short run has, cannot be seen."""
+    """Return a marker for short lines: without one, the single point of a short run could not be seen."""
     return "o" if len(points) < 30 else None
 
 
 def store(figure: Any, file: Path, dpi: int = 120) -> None:
-    """Write a figure as PNG."""
+    """Write a figure as a PNG file."""
     with replacing(file) as temporary:
         figure.savefig(temporary, dpi=dpi, format="png")

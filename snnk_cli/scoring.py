@@ -1,4 +1,4 @@
-"""Scoring what a folder holds: a run, an adapter, a bundle or a model."""
+"""Scoring of the model in a folder: a run, an adapter, a bundle or a model."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from snnk_peft.errors import ConfigError
 
 
 class Subject(NamedTuple):
-    """What is scored.
+    """The model to score, with its task and data.
 
     Args:
-        config: EvaluateConfig, or what is like it.
-        task: of the examples.
-        model: that was trained.
-        max_length: tokens of an example that it reads.
-        read: gives the splits, name -> examples; called once the model is known to do.
+        config: an EvaluateConfig, or a config like it.
+        task: task of the examples.
+        model: the trained model.
+        max_length: maximum number of tokens per example.
+        read: returns the splits, name -> examples; called after the model has been checked.
     """
 
     config: Any
@@ -61,16 +61,16 @@ def score_folder(
     of_sequences: Preparer | None = None,
     results: list[dict[str, Any]] | None = None,
 ) -> int:
-    """Load, score, write; returns the exit code (0 done, 1 predictions not finite).
+    """Load, score and write; returns the exit code (0 done, 1 predictions not finite).
 
     Args:
-        folder: of what is scored.
-        overrides: settings of the command line.
+        folder: folder of the model or run.
+        overrides: settings from the command line.
         output: file of the result, or None for none.
-        draws: so many fresh draws of attention's features are scored as well, or None.
-        draws_seed: of these.
-        of_sequences: reads a run whose examples are long sequences, which a clone knows.
-        results: takes the result.
+        draws: number of fresh draws of attention's features to score as well, or None.
+        draws_seed: seed of these draws.
+        of_sequences: reads a run whose examples are long sequences; available in a clone only.
+        results: list to which the result is appended.
     """
     quiet()
     if draws is not None and draws < 2:
@@ -93,12 +93,12 @@ def score_folder(
 
 
 def result_of(folder: Path) -> Path:
-    """Where a folder keeps what it scored."""
+    """Return the file where a folder keeps its scores."""
     return folder / ("evaluation.json" if (folder / "config.yaml").is_file() else "metrics.json")
 
 
 def check_is_folder(folder: Path) -> None:
-    """ConfigError if it is none."""
+    """Raise a ConfigError if `folder` is not a folder."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; expected a run, an adapter, a bundle or a model")
 
@@ -150,7 +150,7 @@ def _score(output: Path | None, folder: Path, subject: Subject, draws: int | Non
 
 
 def of_examples(folder: Path, given: Mapping[str, Any] | None, overrides: list[str]) -> Subject:
-    """A classifier of texts or images, see `Preparer`; a run brings its own task and data."""
+    """Prepare a classifier of texts or images, see `Preparer`; a run brings its own task and data."""
     run = None if given is None else load_config(FinetuneConfig, given)
     config = load_config(EvaluateConfig, known_of(run), overrides)
     task, model, read = load_classifier(folder, run, config)
@@ -167,21 +167,21 @@ def of_examples(folder: Path, given: Mapping[str, Any] | None, overrides: list[s
 def load_classifier(
     folder: Path, run: FinetuneConfig | None, config: EvaluateConfig
 ) -> tuple[Any, Any, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
-    """The task, the model, and what reads the dev set: as rows and as the model's examples, by split.
+    """Return the task, the model, and a function that reads the dev set as rows and as the model's examples, by split.
 
     Args:
         folder: the model, or its run.
         run: settings of the run, or None for a model.
         config: task and data.
     """
-    described = folder / "config.json"  # a model says which labels it has
+    described = folder / "config.json"  # a model's config names its labels
     task = find_task(config, read_json(described) if described.is_file() else None)
     model, reader = load_trained(folder, task) if run is None else load_run(folder, run)
     modality = modality_of(task)
     modality.check(model, reader, config.data)
 
     def read() -> tuple[dict[str, Any], dict[str, Any]]:
-        # Of two validation sets one may be absent; only without `splits` does the task allow that.
+        # One of two validation sets may be missing; the task allows that only without `splits`.
         wanted = task.validation_splits if len(task.validation_splits) == 1 else None
         rows = evaluation_splits(task, task.load(config.data.dir, splits=wanted), config.data.max_eval_samples)
         return rows, {name: modality.examples(part, reader, config.data, task) for name, part in rows.items()}
@@ -190,7 +190,7 @@ def load_classifier(
 
 
 def _known_rows(run: FinetuneConfig, task: Any, splits: Mapping[str, Any]) -> list[str]:
-    """What is to be said about scored examples on which the run was trained."""
+    """Return notes about scored examples that the run was trained on."""
     limits = {"train": run.data.max_train_samples}
     try:
         own = find_task(run)
@@ -201,7 +201,7 @@ def _known_rows(run: FinetuneConfig, task: Any, splits: Mapping[str, Any]) -> li
 
 
 def known_of(run: Any) -> dict[str, Any]:
-    """The settings that an evaluation takes from those of a run; none without one."""
+    """Return the settings that an evaluation takes from those of a run; none without one."""
     if run is None:
         return {}
     return {

@@ -30,7 +30,7 @@ class ModelSection:
 
 @dataclass
 class DataSection:
-    """What is read, and how much of it."""
+    """Input data and limits on their size."""
 
     dir: str | None = option(None, "folder with the official files; null reads from the Hub")
     # Those of task table (snnk_peft.tasks.table.TableSettings, which has the defaults), three also of image folders.
@@ -113,7 +113,7 @@ class LoraSection:
 
 @dataclass(kw_only=True)
 class PoolingSection:
-    """Where the vector of a text comes from."""
+    """Pooling of token states into the vector of a text."""
 
     pooling: str = option(
         "auto",
@@ -124,13 +124,13 @@ class PoolingSection:
 
     @property
     def moves_pooler(self) -> bool:
-        """Whether there is a pooler that need not read what the pretrained one read."""
+        """Return True if there is a pooler that may read other states than the pretrained one did."""
         return True
 
 
 @dataclass
 class MethodSection(PoolingSection):
-    """What is trained. The classifier always is."""
+    """The trained parameters. The classifier is always among them."""
 
     name: str = option("snnk", "how the model is adapted", choices=METHODS)
     adapter: dict[str, Any] | None = option(None, "fields of snnk_peft.AdapterPart (method snnk)")
@@ -250,7 +250,7 @@ def snnk_config(**fields: Any) -> SNNKConfig:
 
 @dataclass
 class StepSettings:
-    """What every training loop must know about a step and about what happens between steps."""
+    """Settings of a training step, and of logging and checkpoints between steps; common to every training loop."""
 
     batch_size: int = option(32, "examples per process and forward pass", low=1)
     eval_batch_size: int = option(64, "examples per forward pass of an evaluation", low=1)
@@ -319,7 +319,7 @@ class FinetuneTrain(TrainSection):
 
 @dataclass
 class RunOutput:
-    """Where the run folder goes."""
+    """The run folder."""
 
     dir: str = option(MISSING, "the run folder")
     tensorboard: bool = option(False, "write TensorBoard events to tensorboard/")
@@ -327,7 +327,7 @@ class RunOutput:
 
 @dataclass
 class OutputSection:
-    """Where the run folder goes and what is put there."""
+    """The run folder and its content."""
 
     dir: str = option(MISSING, "the run folder")
     save_model: bool = option(True, "write adapter/ (snnk, lora, ia3, vera, boft) or model/ (the others)")
@@ -391,6 +391,17 @@ class EvaluateConfig:
     def check(self) -> list[str]:
         """The task must exist and fit the data settings."""
         return task_faults(self.task, self.data)
+
+
+@dataclass
+class LanguageConfig:
+    """What `snnk score --texts` reads."""
+
+    beside: str | None = option(None, "another model, such as the original, scored beside it in one run")
+    text: str = option("text", "column of the texts, of a table")
+    length: int | None = option(None, "tokens of a stretch; null for what the model reads, 8,192 at most", low=256)
+    stretches: int = option(4, "that are read at most", low=1)
+    device: str = option("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
 
 
 # Where data are on this machine.

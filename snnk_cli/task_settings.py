@@ -1,4 +1,4 @@
-"""Which task the settings name, whether they fit it, and what it adds to their record."""
+"""The task that the settings name, checks that they fit it, and what it adds to their record."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from snnk_cli.settings import DataSection, EvaluateConfig, FinetuneConfig
     from snnk_peft.tasks import Task
 
-# What an example of a task is -> the recipe that reads such.
+# Modality of a task -> the recipe that reads it.
 RECIPE_OF = {
     "text": "recipes/finetune.py",
     "image": "recipes/finetune.py",
@@ -22,12 +22,12 @@ RECIPE_OF = {
 }
 
 
-# Packages whose import registers tasks beside the library's own; `data` in a clone.
+# Packages whose import registers tasks besides the library's own; `data` in a clone.
 TASK_PACKAGES: list[str] = []
 
 
 def tasks() -> Registry[Task]:
-    """The tasks by name; importing them needs torch, which describing settings does not."""
+    """Return the tasks by name; importing them needs torch, which describing settings does not."""
     for package in TASK_PACKAGES:
         import_module(package)
     from snnk_peft.tasks import TASKS
@@ -36,12 +36,12 @@ def tasks() -> Registry[Task]:
 
 
 def task_modality(name: str) -> str | None:
-    """What an example of a task is, a key of `RECIPE_OF`; None if there is no such task."""
+    """Return the modality of a task, a key of `RECIPE_OF`; None if there is no such task."""
     return tasks()[name].modality if name in tasks() else None
 
 
 def modality_fault(name: str, recipe: str) -> str | None:
-    """An unknown task, or one that another recipe reads; None for one of this recipe."""
+    """Return a fault for an unknown task or one that another recipe reads; None for one of this recipe."""
     known = [other for other in tasks() if RECIPE_OF[tasks()[other].modality] == recipe]
     if name in known:
         return None
@@ -55,12 +55,12 @@ def modality_fault(name: str, recipe: str) -> str | None:
 
 
 def is_sequence_run(settings: Mapping[str, Any]) -> bool:
-    """Whether settings, as config.yaml of a run holds them, are of a task whose examples are long sequences."""
+    """Return whether the settings in a run's config.yaml are of a task whose examples are long sequences."""
     return task_modality(settings.get("task", "")) == "sequence"
 
 
 def task_faults(name: str, data: DataSection) -> list[str]:
-    """An unknown task, one of another recipe, and data settings that do not fit it."""
+    """List the faults: an unknown task, one of another recipe, or data settings that do not fit it."""
     if (fault := modality_fault(name, RECIPE_OF["text"])) is not None:
         return [fault]
     table: Any = tasks()["table"]
@@ -71,7 +71,7 @@ def task_faults(name: str, data: DataSection) -> list[str]:
 
 
 def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] | None = None) -> Any:
-    """The task of the settings; a table's kind and labels, where not given, are those of the model or of its rows.
+    """Return the task of the settings; a table's kind and labels default to those of the model or of its rows.
 
     Args:
         config: task and data.
@@ -81,5 +81,5 @@ def find_task(config: FinetuneConfig | EvaluateConfig, model: Mapping[str, Any] 
 
 
 def completed(config: FinetuneConfig, task: Any) -> FinetuneConfig:
-    """The settings with what the task inferred, as the record of the run must have it."""
+    """Return the settings completed with what the task inferred, for the record of the run."""
     return replace(config, data=replace(config.data, **task.inferred))

@@ -1,4 +1,4 @@
-"""The fine-tuned classifier that is converted: loaded, and learned from."""
+"""The fine-tuned classifier that is converted: loading it, and distillation from it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from snnk_peft.errors import ConfigError
 
 
 def load_teacher(name_or_path: str, task: Any) -> tuple[PreTrainedModel, Any]:
-    """The classifier in eval mode and float32, and what prepares its inputs.
+    """Load the classifier in eval mode and float32, and its preprocessor.
 
     Raises:
-        ConfigError: no such model, none that is fine-tuned, or one with other labels than the task.
+        ConfigError: there is no such model, it is not fine-tuned, or its labels are not the task's.
     """
     config, modality = _config(name_or_path), modality_of(task)
     if fault := _label_fault(config, task):
@@ -39,7 +39,7 @@ def load_teacher(name_or_path: str, task: Any) -> tuple[PreTrainedModel, Any]:
 
 
 def stored_dtype(name_or_path: str) -> torch.dtype:
-    """The floating type of a model's files; float32 where its config does not say."""
+    """Return the floating-point dtype of a model's files; float32 where its config does not say."""
     return _config(name_or_path).dtype or torch.float32
 
 
@@ -52,14 +52,14 @@ def _config(name_or_path: str) -> Any:
 
 
 def _label_fault(config: Any, task: Any) -> str | None:
-    """Outputs that are not the task's labels: another number of them, or the same names in another order."""
+    """Return a fault if the outputs are not the task's labels: another number, or the same names in another order."""
     if config.num_labels != task.num_labels:
         return f"it has {config.num_labels} outputs; expected {task.num_labels}, the labels of task {task.name}"
     if task.label_names is None:
         return None
     mine = [str(config.id2label[index]).lower() for index in range(config.num_labels)]
     theirs = [str(name).lower() for name in task.label_names]
-    if mine == theirs or set(mine) != set(theirs):  # other names may mean the same; the score will tell
+    if mine == theirs or set(mine) != set(theirs):  # other names may mean the same; the score will show
         return None
     return (
         f"its labels are {', '.join(mine)}; task {task.name} has {', '.join(theirs)}. Expected the same order: give "
@@ -68,20 +68,20 @@ def _label_fault(config: Any, task: Any) -> str | None:
 
 
 class Distilled(nn.Module):
-    """A converted classifier whose training loss compares it with the original; in eval mode the classifier alone.
+    """A converted classifier whose training loss compares it with the original; in eval mode just the classifier.
 
-    The loss is the sum, by the weights of the settings, of
+    The loss is the sum, weighted by the settings, of
 
     - labels: the classifier's own loss,
-    - logits: T² KL(softmax(z/T) ‖ softmax(z'/T)) of the original's logits z and its own z' (Hinton et al. 2015), or, of
-      one output, their squared difference,
-    - layers: the mean over layers of ‖h - h'‖² / ‖h - mean h‖², over the tokens of an example that are no padding.
+    - logits: T² KL(softmax(z/T) ‖ softmax(z'/T)) of the original's logits z and its own z' (Hinton et al. 2015), or,
+      with one output, their squared difference,
+    - layers: the mean over layers of ‖h - h'‖² / ‖h - mean h‖², over the tokens of an example that are not padding.
 
-    Each is a mean over examples, so that a step does not depend on how its examples are divided.
+    Each is a mean over examples, so that a step does not depend on how its examples are split into batches.
 
     Args:
         student: the patched model.
-        teacher: the original; it is no child of this module, so that checkpoints hold the student alone.
+        teacher: the original; not a submodule, so that checkpoints hold only the student.
         train: weights and temperature.
     """
 
@@ -90,11 +90,11 @@ class Distilled(nn.Module):
         self.student, self._teacher, self._train = student, (teacher,), train
 
     def forward(self, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
-        """The student's output; in training with `loss`.
+        """Return the student's output, in training with `loss`.
 
         Args:
             labels: (batch,), read if train.labels is above 0.
-            **inputs: of the model.
+            **inputs: inputs of the model.
         """
         if not self.training:
             return self.student(**inputs) if labels is None else self.student(**inputs, labels=labels)
@@ -112,11 +112,11 @@ class Distilled(nn.Module):
 
 
 def logit_loss(wanted: torch.Tensor, given: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The second term, a mean over the batch.
+    """Compute the second term, a mean over the batch.
 
     Args:
-        wanted: logits of the original, (batch, outputs).
-        given: logits of the student, likewise.
+        wanted: the original's logits, (batch, outputs).
+        given: the student's logits, likewise.
         temperature: T.
     """
     if wanted.shape[-1] == 1:
@@ -128,12 +128,12 @@ def logit_loss(wanted: torch.Tensor, given: torch.Tensor, temperature: float) ->
 def layer_loss(
     wanted: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...], mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """The third term, a mean over the batch; an example of one token has no spread and counts nothing.
+    """Compute the third term, a mean over the batch; an example of one token has no spread and counts nothing.
 
     Args:
         wanted: outputs of the original's embeddings and layers, (batch, length, dim) each; embeddings are not compared.
         given: those of the student.
-        mask: (batch, length), 0 where there is padding; None for none.
+        mask: (batch, length), 0 at padding; None for no padding.
     """
     errors = []
     for target, mine in zip(wanted[1:], given[1:], strict=True):

@@ -1,6 +1,6 @@
-"""The terminal belongs to the recipe: what the libraries print is silenced, and waiting has a bar with an estimate.
+"""Terminal output of a recipe: libraries are silenced, and long work has a progress bar with an estimate.
 
-`Tracker` also writes what a run measures on the way to log.jsonl and TensorBoard.
+`Tracker` also writes the measurements of a run to log.jsonl and TensorBoard.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def quiet() -> None:
     """Leave the terminal to the recipe's own lines: no weight-loading bars, no table of newly initialised tensors."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if importlib.util.find_spec("datasets") is not None:  # the quickstart does without
+    if importlib.util.find_spec("datasets") is not None:  # the quickstart does not need it
         import datasets
 
         datasets.disable_progress_bars()
@@ -50,10 +50,10 @@ def show_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]],
     """Print a table.
 
     Args:
-        title: above it.
-        header: of the columns.
-        rows: as many cells each.
-        text: columns that are no numbers, and flush left.
+        title: title above the table.
+        header: titles of the columns.
+        rows: cells of each row.
+        text: columns of text, which are left-aligned.
     """
     table = Table(title=title)
     for column in header:
@@ -64,17 +64,17 @@ def show_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]],
 
 
 def bar(items: Sequence[Item], title: str) -> Iterable[Item]:
-    """The items, counted on a bar with the time left; nothing is drawn where nobody watches."""
+    """Iterate over the items with a progress bar; nothing is drawn without a terminal."""
     return track(items, title, console=Console(stderr=True), disable=not sys.stderr.isatty())
 
 
 class Tracker:
-    """One run's log. Only the main process makes one that is active.
+    """The log of a run. Only the main process has an active one.
 
     Args:
         folder: the run folder.
         total_steps: optimizer steps of the whole run.
-        first_step: steps already done, None for a new run; later rows of an earlier attempt are dropped.
+        first_step: steps already done, or None for a new run; later rows of an earlier attempt are dropped.
         tensorboard: also write event files.
         active: False makes every method do nothing.
     """
@@ -131,12 +131,12 @@ class Tracker:
             threading.excepthook = self._hook
 
     def _in_thread(self, given: threading.ExceptHookArgs) -> None:
-        """The writer's thread meets a full disk first, keeps the error, and the next call raises it again."""
+        """Silence a full disk in the writer's thread, which keeps the error; the next call raises it again."""
         if not isinstance(given.exc_value, OSError):
             self._hook(given)
 
     def say(self, text: str) -> None:
-        """A line on the terminal, above the progress bar."""
+        """Print a line above the progress bar."""
         if self._active:
             (self._bar.console.print if self._bar is not None else print)(text)
             sys.stdout.flush()
@@ -153,11 +153,11 @@ class Tracker:
                     self._events.add_scalar(name, value, step)
 
     def progress(self, step: int, text: str, total: float | None = None) -> None:
-        """Advance to `step`; `text` is the newest loss. Without a terminal, a line every 20 seconds.
+        """Advance to `step`. Without a terminal, print a line every 20 seconds.
 
         Args:
             step: optimizer steps done.
-            text: shown beside the bar.
+            text: text beside the bar, such as the newest loss.
             total: a new estimate of the steps of the whole run.
         """
         if not self._active:
@@ -176,7 +176,7 @@ class Tracker:
 
 
 def read_log(file: Path) -> list[dict[str, Any]]:
-    """The rows of log.jsonl; a last line that a killed process left unfinished is ignored."""
+    """Return the rows of log.jsonl; a last line left unfinished by a killed process is ignored."""
     if not file.is_file():
         return []
     lines = file.read_text(encoding="utf-8").split("\n")

@@ -1,4 +1,4 @@
-"""The texts without labels of the settings."""
+"""Reading of the unlabelled texts that the settings name."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from snnk_peft.tasks.texts import read_texts as texts_of
 
 
 def read_texts(data: ConvertData) -> Any:
-    """The texts of `data.texts` as `Examples` reads them; every label is 0.
+    """Read the texts of `data.texts` in the format of `Examples`; every label is 0.
 
     Raises:
-        ConfigError: as `snnk_peft.tasks.texts.read_texts`.
+        ConfigError: see `snnk_peft.tasks.texts.read_texts`.
     """
     names = [data.text or "text", *([data.text_pair] if data.text_pair is not None else [])]
     found = texts_of(Path(str(data.texts)).expanduser(), names, "data.texts")

@@ -1,4 +1,4 @@
-"""How long models take, one beside the other, and how many operations of torch something takes."""
+"""Timing of models in alternation, and counting of dispatched torch operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def alternate(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each candidate in each repetition; the candidates run in turn, the order reversing every time."""
+    """Time candidates in turn, reversing the order every time; return the seconds of each in each repetition."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in bar(range(-warmup, repetitions), "timing"):
         names = list(candidates) if repetition % 2 else list(candidates)[::-1]
@@ -34,14 +34,14 @@ def alternate(
 
 
 def ratio(numerator: list[float], denominator: list[float]) -> float:
-    """Median of the ratios within one repetition."""
+    """Return the median of the ratios within one repetition."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
 
 
 def forward_seconds(
     models: Mapping[str, nn.Module], inputs: Mapping[str, torch.Tensor], repetitions: int
 ) -> dict[str, list[float]]:
-    """`alternate` of forward passes without gradients, in eval mode."""
+    """Time forward passes in eval mode without gradients, by `alternate`."""
 
     def run(model: nn.Module) -> Callable[[], None]:
         def forward() -> None:
@@ -68,7 +68,7 @@ class _Counting(TorchDispatchMode):
 
 
 def operations(run: Callable[[], Any]) -> Counter[str]:
-    """What is dispatched in one call, by name; views, which touch no numbers, do not count."""
+    """Count the operations dispatched in one call, by name; views, which touch no data, do not count."""
     with _Counting() as counting:
         run()
     return counting.found

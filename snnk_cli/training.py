@@ -1,4 +1,4 @@
-"""The loop of a training run: steps, evaluations, checkpoints, stops. Model and data are the experiment's."""
+"""The training loop: steps, evaluations, checkpoints, stops. Model and data come from the experiment."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ _CAUSAL = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 @dataclass
 class Training:
-    """One run; `run()` trains from `state` to the end.
+    """A training run; `run()` trains from `state` to the end.
 
     Args:
-        experiment: its settings and scores.
+        experiment: provides settings and scores.
         folder: the run folder.
-        accelerator: of this process.
-        model: as prepared by the accelerator.
-        bare: the same, unwrapped.
-        optimizer: as prepared by the accelerator.
-        plain_optimizer: the same, unwrapped.
+        accelerator: accelerator of this process.
+        model: model prepared by the accelerator.
+        bare: the unwrapped model.
+        optimizer: optimizer prepared by the accelerator.
+        plain_optimizer: the unwrapped optimizer.
         data: examples to train and to evaluate on.
-        identity: what a continuation must agree in (data, examples of a forward pass over all processes).
+        identity: what a resumed run must match (data, examples per forward pass over all processes).
         per_epoch: optimizer steps per epoch.
         schedule: steps and learning rates.
-        state: where the run is.
-        tracker: log and terminal.
+        state: current state of the run.
+        tracker: log and terminal output.
         stop: whether SIGTERM or Ctrl-C was received.
-        command: continues this run; shown when it is stopped.
+        command: the command that continues this run; shown when it is stopped.
     """
 
     experiment: Experiment[Any]
@@ -74,12 +74,12 @@ class Training:
         self._watch = FiniteWatch(self.accelerator, allow_infinite_norm=self.train.mixed_precision == "fp16")
 
     def position(self) -> float:
-        """Steps done as far as the schedule is concerned: of a budget, the spent part may be further."""
+        """Return the position in the schedule: the steps done, or further if more of a time budget is spent."""
         step, total, budget = self.state.step, self.schedule.total, self.schedule.budget_seconds
         return step if budget is None else min(total, max(step, self.state.cpu_seconds / budget * total))
 
     def over(self) -> bool:
-        """Whether all steps are done or the budget is spent."""
+        """Return whether all steps are done or the budget is spent."""
         return self.position() >= self.schedule.total
 
     def run(self) -> int:
@@ -99,7 +99,7 @@ class Training:
         examples, batch_size = self.data.train, train.batch_size * world
         plan: list[list[list[int]]] = []
         feed: Iterator[dict[str, torch.Tensor]] = iter(())
-        # With nothing to train the start is the result.
+        # With nothing to train, the initial model is the result.
         start_counts = self.schedule.total == 0 or (state.step == 0 and self.schedule.eval_first)
         if start_counts and state.best is None and not self._evaluate():
             return self._stopped()
@@ -139,7 +139,7 @@ class Training:
         return 0
 
     def _reached(self) -> bool:
-        """Whether the best score is as good as wanted."""
+        """Return whether the best score has reached `train.stop_at_score`."""
         wanted, best = self.train.stop_at_score, self.state.best
         return wanted is not None and best is not None and best["score"] >= wanted
 
@@ -150,7 +150,7 @@ class Training:
         return self.experiment.score(self.model, self.data.splits, self.accelerator, self.stop.received)
 
     def _evaluate(self) -> bool:
-        """Score the model and keep the checkpoint; False if a stop came first."""
+        """Score the model and keep the checkpoint; returns False if a stop came first."""
         state = self.state
         metrics = self._score()
         if metrics is None:
@@ -209,19 +209,19 @@ def train_step(
     rate: float,
     max_grad_norm: float | None,
 ) -> torch.Tensor:
-    """One optimizer step over `batches` (each split among the processes); returns [loss, gradient norm] on the device.
+    """Run one optimizer step over `batches`, each split among processes; return [loss, gradient norm] on the device.
 
     `feed` yields the inputs of this process's `share` of each.
 
-    The loss is the mean over everything that has a label in the whole step, whatever the sizes of its batches and the
-    number of processes: over examples, or, where words have labels, over these words.
+    The loss is the mean over everything labelled in the whole step, whatever the batch sizes and the number of
+    processes: over examples, or, where words have labels, over these words.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     shares = [share(batch, rank, world)[1] for batch in batches]
     inputs = [next(feed) for _ in batches]
     counts = torch.tensor(shares, device=accelerator.device)
     total: Any = sum(map(len, batches))
-    # All processes' batches have labels of one kind, so that all of them take part in this or none.
+    # All processes' batches have labels of one kind, so either all of them take part in this or none.
     if found := [terms for values in inputs if (terms := loss_terms(model, values)) is not None]:
         counts = torch.stack(found) * counts.sign()
         total = accelerator.reduce(counts.sum(), "sum").clamp_min(1)
@@ -231,7 +231,7 @@ def train_step(
         last = number == len(batches) - 1
         with contextlib.nullcontext() if last else accelerator.no_sync(model):
             loss = mean_loss(model, values)
-            # The mean over no label is no number.
+            # The mean over no labels is NaN.
             weighted = torch.where(weight > 0, loss, 0.0) * weight.to(loss.dtype)
             accelerator.backward(weighted)
         loss_sum += weighted.detach()
@@ -246,9 +246,9 @@ def train_step(
 
 
 def loss_terms(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Over how many terms the loss of a batch is a mean, on its device; None for its examples.
+    """Count the terms that the loss of a batch is a mean over, on its device; None if these are its examples.
 
-    A causal language model is not asked for the first token of a sequence.
+    A causal language model does not predict the first token of a sequence.
     """
     labels = inputs.get("labels")
     if labels is None or labels.is_floating_point():
@@ -259,7 +259,7 @@ def loss_terms(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> to
 
 
 def mean_loss(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The model's own loss, or, of examples with soft_labels (batch, classes), the cross-entropy with these."""
+    """Return the model's own loss, or, for examples with soft_labels (batch, classes), the cross-entropy with these."""
     if "soft_labels" not in inputs:
         loss: torch.Tensor = model(**inputs).loss
         return loss
@@ -268,11 +268,11 @@ def mean_loss(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> tor
 
 
 class FiniteWatch:
-    """Collects [loss, norm] pairs and reads them seldom: reading waits for a GPU.
+    """A buffer of [loss, norm] pairs that is read rarely, because reading synchronises with the GPU.
 
     Args:
-        accelerator: averages over processes.
-        allow_infinite_norm: fp16 skips such steps by itself.
+        accelerator: accelerator that averages over processes.
+        allow_infinite_norm: accept infinite norms, as fp16 skips such steps by itself.
     """
 
     def __init__(self, accelerator: Any, allow_infinite_norm: bool):
@@ -282,7 +282,7 @@ class FiniteWatch:
         self.norm = 0.0
 
     def add(self, step: int, rate: float, values: torch.Tensor) -> None:
-        """Note the result of `train_step` for step number `step` (from 1)."""
+        """Record the result of `train_step` for step number `step` (from 1)."""
         self._pending.append((step, rate, values))
         if self._accelerator.device.type == "cpu" and self._accelerator.num_processes == 1:
             self.check()
@@ -301,7 +301,7 @@ class FiniteWatch:
         self._pending.clear()
 
     def mean_loss(self) -> float:
-        """Mean loss since the last call."""
+        """Return the mean loss since the last call."""
         self.check()
         mean = sum(self._losses) / max(1, len(self._losses))
         self._losses.clear()

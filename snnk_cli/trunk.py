@@ -1,10 +1,10 @@
-"""A frozen trunk that runs once: training continues from its stored outputs, so that a step costs the layers behind.
+"""A frozen trunk that runs once: training continues from its stored outputs, so a step costs only the layers after it.
 
     h_k = layer_k(... layer_1(embeddings(x)))       once for every training example, stored in bf16
     loss(layer_L(... layer_{k+1}(h_k)), y)          in every step
 
-A head over all layers (`method.head=wide`) also reads the layers below: its vectors of them are stored in fp32. Nothing
-below may be trained or drawn at random (dropout, augmentation). Evaluations run the whole model.
+A head over all layers (`method.head=wide`) also reads the layers below: their pooled vectors are stored in fp32.
+Nothing below may be trained or random (dropout, augmentation). Evaluations run the whole model.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ KEPT = "method.cut is {cut}, and the layers before are run once"
 
 
 class _Reached(Exception):  # noqa: N818 - control flow, not an error
-    """Ends a forward pass behind the last layer of the trunk."""
+    """Signal that ends a forward pass after the last layer of the trunk."""
 
 
 class Trunk:
-    """The first layers of a model; a batch may bring what they would compute.
+    """The first layers of a model, whose outputs a batch may bring along.
 
     Args:
         model: a transformers model or a PeftModel of one; nothing that is trained is below the cut.
-        cut: how many layers.
+        cut: number of layers.
 
     Raises:
-        UnsupportedError: layers that hand on more than hidden states, or run several times.
+        UnsupportedError: layers pass on more than hidden states, or run several times.
         ConfigError: the model has fewer layers, trains something below the cut, or has dropout there.
     """
 
@@ -59,7 +59,7 @@ class Trunk:
         self._given: Tensor | None = None
         self._vectors: Tensor | None = None
         self._seen: list[Tensor] | None = None
-        self._rest: tuple[None, ...] | None = None  # behind the states in what a layer gives, if that is a tuple
+        self._rest: tuple[None, ...] | None = None  # after the states in a layer's output, if that is a tuple
         readers = [module for module in model.modules() if isinstance(module, HeadReader)]
         self.reader = readers[0] if readers else None
         # On the instances: modules keep their names, which checkpoints and adapters go by.
@@ -74,7 +74,7 @@ class Trunk:
         ]
 
     def _check(self, layers: Sequence[nn.Module]) -> None:
-        """Nothing below the cut may be trained or random."""
+        """Check that nothing below the cut is trained or random."""
         kept = KEPT.format(cut=self.cut)
         trained = [name for name, value in below_cut(self._bare, self.cut).items() if value.requires_grad]
         if trained:
@@ -89,7 +89,7 @@ class Trunk:
             raise ConfigError(f"{kept}, but they have dropout of {max(chances)}; set train.dropout=0")
 
     def remove(self) -> None:
-        """Make the model as it was."""
+        """Restore the model as it was."""
         for module in self._changed:
             del module.forward
         for hook in self._hooks:
@@ -124,7 +124,7 @@ class Trunk:
         return output
 
     def _below(self, reader: HeadReader) -> list[tuple[int, tuple[int, str]]]:
-        """Number, layer and pool of the reader's views of the layers that are not run again."""
+        """Return number, layer and pool of those of the reader's views whose layers are not run again."""
         views = enumerate((layer % reader.layers, pool) for layer, pool in reader.features.views)
         return [(number, view) for number, view in views if view[0] < self.cut]
 
@@ -136,7 +136,7 @@ class Trunk:
         mask: Tensor | None = None,
         second: Tensor | None = None,
     ) -> Tensor:
-        """`HeadReader.forward`, with what the batch brings."""
+        """Run `HeadReader.forward` with the vectors that the batch brings."""
         if self._given is None:
             return original(hidden_states, mask, second)
         below = [number for number, _ in self._below(reader)]
@@ -152,7 +152,7 @@ class Trunk:
 
     @torch.no_grad()
     def outputs(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """h_k (B, T, width), and the head's vectors of the layers below side by side, (B, views · width)."""
+        """Return h_k (B, T, width), and the head's vectors of the layers below side by side, (B, views · width)."""
         self._seen = []
         try:
             self._bare.base_model(**inputs)
@@ -168,11 +168,11 @@ class Trunk:
 
 
 class StoredExamples(AroundExamples):
-    """Examples whose batches also bring what the trunk computes, once `fill` has been called; the same in every epoch.
+    """Examples whose batches also bring the trunk's outputs, once `fill` has been called; the same in every epoch.
 
     Attributes:
-        seconds: that filling took.
-        stored: bytes.
+        seconds: seconds that `fill` took.
+        stored: bytes stored.
     """
 
     def __init__(self, examples: ExampleSet):
@@ -192,10 +192,10 @@ class StoredExamples(AroundExamples):
         """Run the trunk over all examples.
 
         Args:
-            trunk: on `device`.
-            batch_size: examples of a forward pass.
-            device: where to.
-            folder: what is stored goes into a nameless file there, so that memory is only a cache of it.
+            trunk: trunk on `device`.
+            batch_size: examples per forward pass.
+            device: target device.
+            folder: the outputs go into an unnamed file here, so that memory only caches them.
 
         Raises:
             FileError: the disk is full.
@@ -229,7 +229,7 @@ class StoredExamples(AroundExamples):
         self.stored += size
         where = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
         with writing(where), tempfile.TemporaryFile(dir=where) as file:
-            if hasattr(os, "posix_fallocate"):  # a disk that is full says so here, and not when a page is written
+            if hasattr(os, "posix_fallocate"):  # a full disk is reported here, and not when a page is written
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
                 file.truncate(size)

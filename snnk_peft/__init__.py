@@ -4,7 +4,7 @@
     calibrate(model, batches)                                                         # fit what was replaced
     small = bundle(model)                                                             # a plain transformers model
 
-Importing the package makes PEFT know the method "SNNK" and the Auto classes know bundled models.
+Importing the package registers the method "SNNK" with PEFT and bundled models with the Auto classes.
 """
 
 import snnk_peft.tuner  # noqa: F401 - registers the PEFT method

@@ -1,4 +1,4 @@
-"""What a function was given: in words, and what is wrong with it, before anything is done with it."""
+"""Checks and descriptions of a function's arguments, before anything is done with them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def in_words(given: object) -> str:
-    """Such as "the text 'bert-base-uncased'", "the class FFNPart" or "a list"."""
+    """Describe an argument, as "the text 'bert-base-uncased'", "the class FFNPart" or "a list"."""
     if given is None:
         return "None"
     if isinstance(given, (str, os.PathLike)):
@@ -32,7 +32,7 @@ def in_words(given: object) -> str:
 
 
 def refuse_arguments(function: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """UnknownOptionError for arguments that a function does not take, or that it misses."""
+    """Raise UnknownOptionError for arguments that a function does not take, or that are missing."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **given)
@@ -49,7 +49,7 @@ def refuse_arguments(function: Callable[..., Any], args: tuple[Any, ...], given:
 
 
 def takes_declared(function: Function) -> Function:
-    """Decorate a function to say what it takes when it is given other arguments; see `UnknownOptionError`."""
+    """Decorate a function to report unknown arguments with the valid ones; see `UnknownOptionError`."""
 
     @functools.wraps(function)
     def enter(*args: Any, **given: Any) -> Any:
@@ -60,13 +60,13 @@ def takes_declared(function: Function) -> Function:
 
 
 def number_faults(where: str, value: object, kind: type = float, **limits: float) -> list[str]:
-    """A message if a value is no number, an integer for the kind `int`, within limits of `Option` such as `above=0`."""
+    """List the faults of a number (an integer for the kind `int`) within limits of `Option` such as `above=0`."""
     fault = Option("", type=kind, **limits).fault(where, value)  # type: ignore[arg-type]
     return [] if fault is None else [fault]
 
 
 def numbers_faults(where: str, values: object, *, low: float | None = None, above: float | None = None) -> list[str]:
-    """A message if values are no list or array of finite numbers within a limit, or none at all."""
+    """List the faults of a non-empty list or array of finite numbers within a limit."""
     known = Option("", type=float, low=low, above=above)
     numbers = list(values) if isinstance(values, Collection) and not isinstance(values, (str, Mapping)) else []
     plain = [float(each) if isinstance(each, Real) and not isinstance(each, bool) else None for each in numbers]
@@ -80,7 +80,7 @@ def path_of(where: str, given: object) -> Path:
     """A path.
 
     Raises:
-        ConfigError: neither a text nor a path.
+        ConfigError: neither a string nor a path.
     """
     if isinstance(given, (str, os.PathLike)):
         return Path(given)
@@ -88,10 +88,10 @@ def path_of(where: str, given: object) -> Path:
 
 
 def folder_of(where: str, given: object) -> Path:
-    """The path of a folder, which is there or may be made.
+    """Return the path of a folder, which exists or can be created.
 
     Raises:
-        ConfigError: no path, or that of a file, or of something inside a file.
+        ConfigError: not a path, or the path of a file, or of something inside a file.
     """
     path = path_of(where, given)
     file = next((each for each in (path, *path.parents) if each.is_file()), None)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from snnk_peft.parts.replaced.pooler import PoolerPart
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Entries of adapter_config.json that do not decide what the adapter computes.
+# Entries of adapter_config.json that do not affect the computation of the adapter.
 FREE = (
     "auto_mapping",
     "base_model_name_or_path",
@@ -47,7 +47,7 @@ FREE = (
 
 
 class SNNKType(str, enum.Enum):
-    """The PEFT method name; equal to the plain string "SNNK" and hashes like it, as PEFT's own members do."""
+    """The PEFT method name, which equals the plain string "SNNK" and hashes like it, as PEFT's own members do."""
 
     SNNK = "SNNK"
 
@@ -61,10 +61,10 @@ class SNNKConfig(NamedOptions, PeftConfig):
         pooler: replacement of the pooler, or None.
         ffn: replacement of feed-forward blocks, or None.
         attention: linear attention, or None.
-        low_rank: Linears and convolutions as products of thin ones, or None.
-        parts: further parts, any number of each kind, such as a second FFN part on other layers with another size; the
-            only place for parts without a field above. In files, dicts with the name of the part as "part".
-        seed: seed of all random draws, together with the site of each.
+        low_rank: low-rank Linears and convolutions, or None.
+        parts: further parts, any number of each kind, such as a second FFN part on other layers with another size;
+            required for parts without a field above. In files, dicts with the name of the part as "part".
+        seed: seed of all random draws, combined with the site of each.
         save_projection: True saves the matrices W with the checkpoint. False saves 32 bytes of checksum for each and
             draws them again when loading; loading fails if the draw differs.
         modules_to_save: further modules to train and save in full. None means the model's classifier, [] nothing.
@@ -74,12 +74,12 @@ class SNNKConfig(NamedOptions, PeftConfig):
         saved_embeddings: filled in when saving: tensors of the base model's embeddings that PEFT put into the file, as
             after a change of the vocabulary. Any other tensor of the base model in an adapter file is refused.
         base_digests: filled in when a model is patched: digests of a sample of its weights, by the precision to which
-            they were rounded. An adapter that is loaded into other weights says so.
-        id2label: filled in when saving: the names of a classifier's labels, by index. AutoPeftModel makes a classifier
-            of as many labels with these names.
+            they were rounded. Loading the adapter into other weights gives a warning.
+        id2label: filled in when saving: the names of a classifier's labels, by index. AutoPeftModel creates a
+            classifier with these labels.
         problem_type: filled in when saving: the classifier's problem type, as in transformers.
         revision: revision of the base model on the Hub, as in PEFT: "v1", a branch or a commit; AutoPeftModel loads it.
-        snnk_digests: in files only: digests of the other fields, which a changed value does not fit.
+        snnk_digests: in files only: digests of the other fields, which reveal changed values.
 
     Raises:
         ConfigError: every fault of every part at once.
@@ -111,7 +111,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
 
     @classmethod
     def unknown_option(cls, name: str, known: list[str]) -> str:
-        """As for any options; a part without a field of its own is told apart."""
+        """Return the message about an unknown option, with a hint if it is a part without its own field."""
         if name in PARTS:
             return f"{cls.__name__} has no field {name!r}; this part is given as {config_with(PARTS[name])}"
         return super().unknown_option(name, known)
@@ -203,7 +203,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
         return [*faults, remedy] if faults else []
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write adapter_config.json, give it and the weights beside it digests of what they hold, and write the card.
+        """Write adapter_config.json, add digests to it and to the weights beside it, and write the card.
 
         PEFT calls this when the weights are written.
 
@@ -222,17 +222,17 @@ class SNNKConfig(NamedOptions, PeftConfig):
             write_adapter_card(save_directory, self, kwargs.get("auto_mapping_dict"))
 
     def _base_tensors(self, keys: list[str]) -> list[str]:
-        """The keys that belong neither to a slot nor to a module that is saved in full."""
+        """Return the keys that belong neither to a slot nor to a module that is saved in full."""
         own = (".snnk_slots.", *(f".{name}." for name in self.modules_to_save or ()))
         return sorted(key for key in keys if not any(mark in key for mark in own))
 
     def named_parts(self) -> dict[str, Part]:
-        """The parts that are set: those with a field by its name, then parts[0], parts[1], ..."""
+        """Return the parts that are set: those with a field by its name, then parts[0], parts[1], ..."""
         own = {name: getattr(self, name) for name in SHORTCUTS if getattr(self, name) is not None}
         return own | {f"parts[{index}]": part for index, part in enumerate(self.parts)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, as in PEFT; entries of `parts` say which part they are."""
+        """Return plain data, as in PEFT; entries of `parts` name their part."""
         names = [part_name(type(part)) for part in self.parts]
         entries: dict[str, Any] = super().to_dict()
         entries["parts"] = [{"part": name, **fields} for name, fields in zip(names, entries["parts"], strict=True)]

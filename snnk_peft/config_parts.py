@@ -1,4 +1,4 @@
-"""The parts of a config, as themselves or as plain data (JSON, YAML), and how a config with a part is written."""
+"""The parts of a config, as objects or as plain data (JSON, YAML), and the notation of a config with a part."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SHORTCUTS = ("adapter", "pooler", "ffn", "attention", "low_rank")  # parts that 
 
 
 def part_name(cls: type[Part]) -> str:
-    """The name under which a part is registered."""
+    """Return the name under which a part is registered."""
     return next(name for name in PARTS if PARTS[name] is cls)
 
 
 def part_from(where: str, cls: type[Part], given: object) -> tuple[Any, list[str]]:
-    """Build a part from itself or a plain dict (JSON, YAML) of its fields; also returns what is wrong."""
+    """Build a part from an instance or a plain dict (JSON, YAML) of its fields; also return the faults."""
     if given is None or isinstance(given, cls):
         return given, []
     if not isinstance(given, Mapping):
@@ -50,13 +50,13 @@ def listed_part(where: str, given: object) -> tuple[Any, list[str]]:
 
 
 def config_with(cls: type[Part]) -> str:
-    """How a config with such a part is written."""
+    """Return the code that writes a config with such a part."""
     own = next((name for name in SHORTCUTS if PARTS[name] is cls), None)
     return f"SNNKConfig({f'parts=[{cls.__name__}(...)]' if own is None else f'{own}={cls.__name__}(...)'})"
 
 
 def _elsewhere(given: object) -> str:
-    """A sentence about where what was given belongs, or nothing."""
+    """Return a sentence about where the given object belongs, or an empty string."""
     if isinstance(given, Part):
         return f". This part goes elsewhere: {config_with(type(given))}"
     if isinstance(given, (list, tuple)):

@@ -1,4 +1,4 @@
-"""An upper bound on the model a config may ask for, from the weights beside it: one line can ask for 10⁷ layers.
+"""An upper bound on the model that a config may ask for, from the weights beside it: one line can ask for 10⁷ layers.
 
 Part of the code file of every bundle.
 """
@@ -24,8 +24,7 @@ PARAMETERS_PER_TENSOR, SPARE_PARAMETERS, UNHEARD_OF = 8, 1000, 100_000
 
 @contextlib.contextmanager
 def building_within(most: int, of: str) -> Iterator[None]:
-    """ConfigError once more than `most` parameters are created in a context: a config may ask for ten million
-    layers."""
+    """Raise ConfigError if more than `most` parameters are created in a context: a config may ask for 10⁷ layers."""
     made = 0
 
     def count(module: nn.Module, name: str, parameter: Any) -> None:

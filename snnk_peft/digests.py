@@ -1,12 +1,12 @@
-"""Detect damaged files: a digest of every tensor in the header of a safetensors file, and of every entry of a JSON.
+"""Detect damaged files: a digest of every tensor in a safetensors header, and of every entry of a JSON file.
 
     header of *.safetensors      __metadata__: {"snnk_digests": {tensor name: digest of dtype, shape and bytes}}
     (adapter_)config.json        "snnk_digests": {entry: digest of its value,
                                                   weights file: digest of the digests in its header}
 
-A damaged or swapped value then has a name, and a config is tied to its weights. Both travel with their file, through
-copies, caches and uploads alike. Files without them (older, or written by others) load with a note. Part of the code
-file of every bundle; stamps.py writes them.
+A damaged or swapped value can then be named, and a config is tied to its weights. Digests stay with their file through
+copies, caches and uploads. Files without them (older, or written by others) load with a note. Part of the code file of
+every bundle; stamps.py writes them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIGESTS = "snnk_digests"
 WEIGHTS_END = ".safetensors"
 NOT_FINITE = " not finite"  # after the digest of a tensor with NaN or infinity: the others need not be searched for it
 SHOWN_FAULTS = 6  # named in a message; a wrong base model misfits in hundreds
-# Floating types whose values fit a model of any floating type; the eight-bit ones need scales that no file of ours has.
+# Floating types that convert to any model's floating type; the 8-bit ones need scales that none of our files has.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -38,16 +38,16 @@ notes = logging.getLogger("snnk_peft")
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """32 hexadecimal digits that identify dtype, shape and content."""
+    """Return 32 hexadecimal digits that identify dtype, shape and content of a tensor."""
     content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    # Processors have instructions for SHA-256: the fastest of the cryptographic ones by far.
+    # Processors have instructions for SHA-256, by far the fastest cryptographic hash.
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
     digest.update(content)
     return digest.hexdigest()[:32]
 
 
 def start_digests(file: Any) -> Future[dict[str, str]]:
-    """Digests of the tensors of an open file by name, computed in a thread beside whatever follows."""
+    """Compute the digests of an open file's tensors by name, in a background thread."""
     tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - no mapping
     pool = ThreadPoolExecutor(1)
     try:
@@ -57,13 +57,13 @@ def start_digests(file: Any) -> Future[dict[str, str]]:
 
 
 def value_digest(value: Any) -> str:
-    """16 hexadecimal digits that identify a JSON value."""
+    """Return 16 hexadecimal digits that identify a JSON value."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def open_tensors(path: str | os.PathLike[str]) -> Any:
-    """A safetensors file, open for reading; a ConfigError names one that is none."""
+    """Open a safetensors file for reading; ConfigError, naming it, if it is not one."""
     if not str(path).endswith(WEIGHTS_END):
         raise ConfigError(f"{path}: only safetensors files are read; convert it, or save the model again")
     if not os.path.isfile(path):  # opening a pipe would wait for somebody to write
@@ -77,7 +77,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Any:
 
 
 def layout_of(file: Any) -> Layout:
-    """Shape and dtype of every tensor in an open file. Eight-bit floats and the like are read to learn their dtype."""
+    """Return shape and dtype of every tensor in an open file; 8-bit floats and similar are read to get their dtype."""
     names = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
     found = {}
     for key in file.keys():  # noqa: SIM118 - no mapping
@@ -88,7 +88,7 @@ def layout_of(file: Any) -> Layout:
 
 
 def layout_faults(found: Layout, expected: Layout) -> list[str]:
-    """Messages for the tensors that both have, in another shape or a type that the model's cannot be made from."""
+    """List the tensors in both that differ in shape, or have a dtype that cannot be converted to the model's."""
     faults = []
     for key in sorted(found.keys() & expected.keys()):
         (shape, dtype), (wanted, kind) = found[key], expected[key]
@@ -133,7 +133,7 @@ def content_faults(
 def _tie_faults(
     path: str | os.PathLike[str], digests: Mapping[str, str], config: Path, tied: Mapping[str, str] | None
 ) -> list[str]:
-    """Messages if the config was not saved with these weights."""
+    """List the faults if the config was not saved with these weights."""
     if not tied:
         if digests and tied is not None:
             notes.warning("%s carries no digest of %s: whether they belong together is not known", config, path)
@@ -148,13 +148,13 @@ def _tie_faults(
 
 
 def _weights_in(config: Path) -> dict[str, str] | None:
-    """The weights files that a config names, and their digests; None if there is no config."""
+    """Return the weights files that a config names, and their digests; None if there is no config."""
     named = {name: digest for name, digest in read_digests(config).items() if name.endswith(WEIGHTS_END)}
     return named if config.is_file() else None
 
 
 def read_digests(config: Path) -> dict[str, str]:
-    """Return the digests in a config; none if it has none or cannot be read, which others report."""
+    """Return the digests in a config; empty if it has none or cannot be read, which is reported elsewhere."""
     try:
         content = read_json(config)
     except ConfigError:
@@ -164,12 +164,12 @@ def read_digests(config: Path) -> dict[str, str]:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor holds neither NaN nor infinity."""
+    """Return whether all entries of a tensor are finite."""
     return tensor.dtype not in FLOATS or bool(tensor.isfinite().all())
 
 
 def saved_digests(file: Any) -> Mapping[str, str] | None:
-    """The digests in the header of an open file, by tensor."""
+    """Return the digests in the header of an open file, by tensor."""
     text = (file.metadata() or {}).get(DIGESTS)
     if text is None:
         return None
@@ -177,21 +177,21 @@ def saved_digests(file: Any) -> Mapping[str, str] | None:
         saved = parse_json(text, DIGESTS)
     except ConfigError:
         saved = None
-    # Damaged digests fit no tensor.
+    # Damaged digests match no tensor.
     whole = isinstance(saved, dict) and all(isinstance(digest, str) for digest in saved.values())
     return saved if whole else {}
 
 
 def refuse(path: object, what: str, faults: list[str]) -> None:
-    """Raise ConfigError about a file if there are faults; the first few are listed."""
+    """Raise ConfigError about a file if there are faults, listing the first few."""
     if faults:
         more = [f"... and {len(faults) - SHOWN_FAULTS} more"] if len(faults) > SHOWN_FAULTS else []
         raise ConfigError([f"{path} {what}", *faults[:SHOWN_FAULTS], *more])
 
 
 def entry_faults(content: Mapping[str, Any], saved: object, free: Collection[str] | None = None) -> list[str]:
-    """List the entries of a JSON file that differ from their digests, but for those in `free`; None if further ones are
-    no fault."""
+    """List the entries of a JSON file that differ from their digests, except those in `free` (None: further ones are
+    allowed)."""
     if not isinstance(saved, Mapping):
         return [f"{DIGESTS} is {saved!r}; expected the digests of the other entries"]
     found = entries_of(content, {*(free or ()), DIGESTS})
@@ -206,7 +206,7 @@ def entry_faults(content: Mapping[str, Any], saved: object, free: Collection[str
 
 
 def entries_of(content: Mapping[str, Any], free: Collection[str]) -> dict[str, Any]:
-    """Entries by name; those of an inner mapping by "outer.inner"."""
+    """Return the entries by name; those of an inner mapping by "outer.inner"."""
     found: dict[str, Any] = {}
     for key, value in content.items():
         if key not in free:

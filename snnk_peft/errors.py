@@ -33,7 +33,7 @@ class ConfigError(ValueError):
 
 
 class UnknownOptionError(ConfigError, TypeError):
-    """A constructor was given options that it does not have; Python, and PEFT, expect a TypeError then."""
+    """A constructor was given unknown options; Python and PEFT expect a TypeError in this case."""
 
 
 class UnsupportedError(TypeError):
@@ -41,7 +41,7 @@ class UnsupportedError(TypeError):
 
 
 class NumericalError(ArithmeticError):
-    """A tensor holds infinities or NaNs. Says which one, and where the first is."""
+    """A tensor holds infinities or NaNs; names the tensor and the position of the first."""
 
 
 class NumericalWarning(UserWarning):

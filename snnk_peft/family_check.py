@@ -1,13 +1,13 @@
-"""check_family: does the description of an architecture (`ModelFamily`) match a model?
+"""check_family: check that the description of an architecture (`ModelFamily`) matches a model.
 
-A path can name a module that exists and is never called, or one whose output nothing reads. Every part that the model
-can take is therefore put into a copy of it, and one probe batch goes through:
+A path can name a module that exists but is never called, or one whose output is not used. Every part that the model
+supports is therefore put into a copy of it, and run on one probe batch:
 
     called      the model runs, and every slot in it
-    gradient    what is trained at each place gets a gradient that is not zero
-    changes     other trained parameters give another output
-    beliefs     what a slot takes for granted is so (`Slot.check`: hidden units give activation(a), gated ones times b)
-    disabled    disable_adapter() gives the original's output back, bit by bit (softmax attention: up to rounding)
+    gradient    the trained parameters at each place get a nonzero gradient
+    changes     changing trained parameters changes the output
+    beliefs     a slot's assumptions hold (`Slot.check`: hidden units are activation(a), gated ones times b)
+    disabled    disable_adapter() restores the original's output, bit by bit (softmax attention: up to rounding)
     bundle      the folded model agrees with the patched one
 """
 
@@ -52,8 +52,8 @@ class FamilyReport:
     Args:
         model_class: the class of the model.
         family: the name of its family.
-        checked: the cases that went well.
-        left_out: case -> why this model or family does not take it.
+        checked: the cases that passed.
+        left_out: case -> why this model or family does not support it.
     """
 
     model_class: str
@@ -69,21 +69,21 @@ class FamilyReport:
 
 @takes_model
 def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> FamilyReport:
-    """Check the description of a model's family on the model itself, with one probe batch for each part it can take.
+    """Check the description of a model's family on the model itself, with one probe batch for each part it supports.
 
-    Every case works on a copy of the model: a small one, made from a config with random weights, is enough.
+    Every case runs on a copy of the model: a small one, created from a config with random weights, is enough.
 
     Args:
         model: a transformers model without adapters, of a family in `FAMILIES` (see `register_family`). It is not
             changed.
-        probe: its inputs. None makes random ones for models that read `input_ids` or `pixel_values`.
+        probe: model inputs. None creates random ones for models that take `input_ids` or `pixel_values`.
 
     Returns:
-        Which cases were checked, and which ones this model does not take, with the reason.
+        The cases that were checked, and those that this model does not support, with the reason.
 
     Raises:
-        UnsupportedError: the description is wrong: every fault of every part, with the path where it was seen; or the
-            family is unknown or takes no part at all; or the model is not a plain one (patched, a bundle, quantized).
+        UnsupportedError: the description is wrong (lists every fault of every part, with its path); or the family is
+            unknown or supports no part; or the model is patched, a bundle, or quantized.
 
     Example:
         >>> from transformers import ViTConfig, ViTModel
@@ -130,7 +130,7 @@ def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) ->
 
 
 def _missing(model: nn.Module, family: ModelFamily, name: str) -> list[str]:
-    """A message for each layer that lacks the module which the family describes."""
+    """List the layers that lack a module described by the family."""
     relative = getattr(family, name)
     assert name in {one.name for one in fields(family)}
     if relative is None:
@@ -141,7 +141,7 @@ def _missing(model: nn.Module, family: ModelFamily, name: str) -> list[str]:
 
 
 def _reason_against(model: nn.Module, config: SNNKConfig) -> str | None:
-    """Why this model takes no such part, or None."""
+    """Return why this model does not support the part, or None."""
     try:
         plan_patches(model, config)
     except UnsupportedError as error:
@@ -150,7 +150,7 @@ def _reason_against(model: nn.Module, config: SNNKConfig) -> str | None:
 
 
 def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterator[str]:
-    """Try one part in one model, which is changed, and return what is wrong."""
+    """Try one part in a model, which is changed, and yield the faults."""
     before = _outputs(model.eval(), inputs)
     patched = get_snnk_model(model, config).eval()
     layers = {name.removeprefix("base_model.model."): m for name, m in patched.named_modules() if _holds(m)}
@@ -192,7 +192,7 @@ def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterato
 
 
 def _wrong_beliefs(patched: Any, inputs: Mapping[str, Any]) -> Iterator[str]:
-    """Collect the wrong assumptions of slots; see `Slot.check`."""
+    """Yield the wrong assumptions of slots; see `Slot.check`."""
     with patched.disable_adapter(), torch.no_grad():
         for slot in [module for module in patched.modules() if isinstance(module, Slot)]:
             yield from slot.check(patched.get_base_model(), lambda: patched(**inputs))
@@ -203,7 +203,7 @@ def _holds(module: nn.Module) -> bool:
 
 
 def _gets_gradient(layer: nn.Module) -> bool:
-    """Return True if a trained parameter here has a gradient, or if there is none to train (an omitted activation)."""
+    """Return whether a trained parameter here has a gradient, or there is nothing to train (an omitted activation)."""
     inside = {p for child in layer.modules() if child is not layer and _holds(child) for p in child.parameters()}
     trained = [p for p in layer.parameters() if p.requires_grad and p not in inside]
     return not trained or any(p.grad is not None and bool(p.grad.count_nonzero()) for p in trained)
@@ -211,7 +211,7 @@ def _gets_gradient(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def _perturb(model: nn.Module) -> None:
-    """Set every trained parameter to a random value, as training would: a part may start as the identity."""
+    """Set every trained parameter to a random value, as after training: a part may be initialised to the identity."""
     generator = torch.Generator("cpu").manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -225,7 +225,7 @@ def _outputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def _tensors(output: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the floating outputs, 0 at padded tokens, where a model may compute anything."""
+    """Return the floating-point outputs, set to 0 at padded tokens, where they are arbitrary."""
     several = [
         (f"{key}[{i}]", v) for key, value in output.items() if isinstance(value, tuple) for i, v in enumerate(value)
     ]
@@ -243,7 +243,7 @@ def _tensors(output: Mapping[str, Any], inputs: Mapping[str, Any]) -> dict[str, 
 
 
 def _weight(value: torch.Tensor) -> torch.Tensor:
-    """Random weights for a sum over outputs: a plain sum is constant after a LayerNorm."""
+    """Draw random weights for a sum over outputs: a plain sum is constant after a LayerNorm."""
     generator = torch.Generator("cpu").manual_seed(value.numel())
     return torch.randn(value.shape, generator=generator, device="cpu").to(value.device)
 

@@ -1,4 +1,4 @@
-"""JSON from files that may be damaged, or made to do harm: everything that can be wrong with one is a ConfigError."""
+"""Reading of JSON files that may be damaged or malicious: every fault is a ConfigError."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LARGEST_JSON = 1 << 26  # bytes; what a file of this size becomes in memory stil
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """The content of a JSON file; ConfigError where there is no file (a pipe, a folder), or no JSON."""
+    """Read a JSON file; ConfigError if it is not a regular file (a pipe, a folder), or not JSON."""
     path = Path(path)
     if not path.is_file():  # opening a pipe would wait for somebody to write
         raise ConfigError(f"{path} is {'no file' if os.path.lexists(path) else 'missing'}; expected a JSON file")
@@ -28,10 +28,10 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text, called `where` in messages.
+    """Parse a JSON text, called `where` in messages.
 
     Raises:
-        ConfigError: no JSON, nested too deeply, or with whole numbers that no other program reads.
+        ConfigError: not JSON, nested too deeply, or with integers too large for other programs.
     """
     try:
         found = json.loads(text)
@@ -43,7 +43,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def check_limits(found: object, where: str) -> None:
-    """ConfigError if a value of a JSON text is nested too deeply, or holds a number that others cannot read."""
+    """Raise ConfigError if a JSON value is nested too deeply, or holds a number that other programs cannot read."""
     level: list[Any] = [found]
     depth = 0
     while level:

@@ -1,6 +1,6 @@
 """Model cards of bundles and adapter checkpoints, rendered from data. Every card says `import snnk_peft`.
 
-The text is `templates/model_card.md`; this module fills its fields. What is not known is said to be unknown, never
+The text is `templates/model_card.md`; this module fills its fields. Unknown entries are marked as unknown, never
 invented.
 """
 
@@ -80,17 +80,17 @@ def write_model_card(
     Args:
         folder: the folder of a bundle, of a SentenceTransformer around one (then it holds modules.json), or of an
             adapter checkpoint (adapter_config.json).
-        report: the `BundleReport` of a bundle (`model.bundle_report`); gives parts, sizes, parity.
+        report: the `BundleReport` of a bundle (`model.bundle_report`), with parts, sizes and parity.
         base_model: id of the pretrained model on the Hub; taken from the report if None. Local paths are not printed.
-        model_class: the transformers class, for an adapter; decides which Auto class the card names.
+        model_class: the transformers class, for an adapter; determines the Auto class that the card names.
         config: the SNNK parts as plain data; taken from the report if None.
         metrics: name -> score, on held-out data.
         training: how the model was trained: text, or the resolved configuration.
         title: heading; the folder's name if None.
         tags: further tags for the Hub.
-        dataset: id of the data set on the Hub that the metrics refer to; None if it is not there.
-        data: what the model was trained and evaluated on, in words.
-        examples: split -> how many rows of it were used: "train" for training, the others for the metrics.
+        dataset: id of the data set on the Hub that the metrics refer to, or None.
+        data: description of the training and evaluation data.
+        examples: split -> number of rows used: "train" for training, the others for the metrics.
         license: licence of the weights, usually that of the base model.
         remarks: on the metrics, written below them.
 
@@ -146,7 +146,7 @@ def write_model_card(
 def write_adapter_card(
     folder: str | os.PathLike[str], config: AdapterConfig, class_mapping: Mapping[str, Any] | None
 ) -> None:
-    """Put a card in the place of the one that PEFT writes beside an adapter; a card that users have edited stays."""
+    """Replace the card that PEFT writes beside an adapter; a card edited by the user is kept."""
     folder = Path(folder)
     card = folder / "README.md"
     if card.is_file() and PEFT_TITLE not in card.read_text(encoding="utf-8", errors="replace"):
@@ -159,11 +159,11 @@ def write_adapter_card(
 
 
 def mend_card(path: Path, base_model: str | None) -> None:
-    """Add the header fields that the Hub needs to a card, and leave everything else as written.
+    """Add the header fields that the Hub requires to a card, and leave everything else unchanged.
 
     Args:
         path: of the card.
-        base_model: for a card that names none. A local path is taken out: the Hub refuses it.
+        base_model: for a card that names none. A local path is removed, since the Hub refuses it.
     """
     try:
         card = ModelCard.load(path)
@@ -182,7 +182,7 @@ def mend_card(path: Path, base_model: str | None) -> None:
 
 
 def _listed(value: object) -> list[str]:
-    """Header entries that may be one text or several."""
+    """Return header entries, which may be one string or several, as a list."""
     return [str(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
 
 
@@ -192,17 +192,17 @@ def _is_public(tag: str) -> bool:
 
 
 def template() -> str:
-    """The text of the card with its $fields."""
+    """Return the text of the card with its $fields."""
     return files("snnk_peft").joinpath("templates/model_card.md").read_text(encoding="utf-8")
 
 
 def mentions_import(card: str) -> bool:
-    """Return True if a card tells its readers to import this package."""
+    """Return whether a card tells its readers to import this package."""
     return "import snnk_peft" in card
 
 
 def hub_id(name: str | None) -> str | None:
-    """`name` if it can be a model id on the Hub; None for local paths, which are private."""
+    """Return `name` if it can be a model id on the Hub; None for local paths, which are private."""
     valid = name is not None and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) and not name.startswith(".")
     return name if valid and not os.path.exists(str(name)) else None
 
@@ -235,7 +235,7 @@ def _load(name: str, is_adapter: bool) -> str:
 
 
 def _reach(parts: Mapping[str, Any]) -> str:
-    """State the longest supported text."""
+    """Describe the longest supported text."""
 
     def lengths_in(data: Any) -> list[int]:
         if not isinstance(data, Mapping):

@@ -6,7 +6,7 @@ A field of a dataclass (parts, settings of recipes), or an argument of a constru
     def __init__(self, scale: Annotated[float, Option("factor on the input", above=0)] = 1.0): ...
 
 The type is the annotation's. `value_faults` checks all values and collects what is wrong; `documented` writes the help
-into the docstring. Nothing else of the package is imported here: `--help` of a recipe reads this file without torch.
+into the docstring. Nothing else of the package is imported here, so that `--help` of a recipe does not need torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeVar
 
 OPTION_KEY = "snnk_option"
 AnyClass = TypeVar("AnyClass", bound=type)
-# What values of a type are called, in Python and in YAML.
+# Names of types, in Python and in YAML.
 TYPE_WORDS: dict[Any, tuple[str, str]] = {
     bool: ("True or False", "true or false"),
     int: ("an integer", "an integer"),
@@ -48,7 +48,7 @@ LIMITS = {
 
 
 def closest(given: object, valid: Iterable[str]) -> str | None:
-    """The valid name that `given` was probably meant to be."""
+    """Return the valid name that `given` was probably meant to be."""
     return next(iter(difflib.get_close_matches(str(given).lower(), list(valid), n=1, cutoff=0.5)), None)
 
 
@@ -57,11 +57,11 @@ class Option:
     """Description of one value.
 
     Attributes:
-        help: one sentence or two.
-        choices: the only values of their type.
-        low: the least number; `high` the greatest.
-        above: a number that the value must exceed; `below` one that it must stay below.
-        checked: False leaves the value to a check of its own.
+        help: one or two sentences.
+        choices: the only allowed values of their type.
+        low: the minimum; `high` the maximum.
+        above: exclusive lower bound; `below` exclusive upper bound.
+        checked: False if the value has a check of its own.
         type: filled in by `options_of`: the annotation.
     """
 
@@ -75,7 +75,7 @@ class Option:
     type: Any = Any
 
     def fault(self, where: str, value: Any, yaml: bool = False) -> str | None:
-        """A message about a value that does not fit, or None; `yaml` where the reader writes null and true."""
+        """Return a message about an invalid value, or None; with `yaml`, in terms of null and true."""
         if not self.checked or self._fits(value):
             return None
         close = closest(value, [choice for choice in self.choices if isinstance(choice, str)])
@@ -83,12 +83,12 @@ class Option:
         return f"{where} is {repr(value)[:100]}; expected {self.expected(yaml)}{hint}"
 
     def kinds(self) -> tuple[Any, ...]:
-        """The types of the annotation, those of a union one by one."""
+        """Return the types of the annotation, with unions split into their members."""
         union = typing.get_origin(self.type) in (typing.Union, types.UnionType)
         return typing.get_args(self.type) if union else (self.type,)
 
     def _fits(self, value: Any) -> bool:
-        # 1 == True, but 1 is no answer to a yes-or-no question.
+        # 1 == True, but 1 is not a valid boolean.
         if any(
             isinstance(value, bool) == isinstance(choice, bool)
             and isinstance(value, (str, int, float))
@@ -98,19 +98,19 @@ class Option:
             return True
         if not any(fits_type(value, kind) for kind in self._free_kinds()):
             return False
-        # NaN, which compares false with everything, is refused by every limit.
+        # NaN, which compares false with everything, violates every limit.
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return not number or all(holds(value, limit) for _, holds, limit in self._limits())
 
     def _free_kinds(self) -> list[Any]:
-        """The types of which any value in range will do: not those of the choices."""
+        """Return the types of which any value in range is valid, without those of the choices."""
         return [kind for kind in self.kinds() if kind not in {type(choice) for choice in self.choices}]
 
     def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
         return [(*known, getattr(self, name)) for name, known in LIMITS.items() if getattr(self, name) is not None]
 
     def expected(self, yaml: bool = False) -> str:
-        """Describe the values that fit."""
+        """Describe the valid values."""
         limits = " and ".join(f"{sign} {limit:.10g}" for sign, _, limit in self._limits())
         words = [repr(choice) for choice in self.choices]
         for kind in self._free_kinds():
@@ -123,7 +123,7 @@ class Option:
 
 
 def fits_type(value: Any, kind: Any) -> bool:
-    """Return True if a value matches an annotated type; unsupported annotations accept everything."""
+    """Return whether a value matches an annotated type; unsupported annotations accept everything."""
     origin, inner = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is Any:
         return True
@@ -139,9 +139,9 @@ def fits_type(value: Any, kind: Any) -> bool:
 
 
 def option(default: Any, help: str, **known: Any) -> Any:
-    """A dataclass field with a help text and further fields of `Option`.
+    """Create a dataclass field with a help text and further fields of `Option`.
 
-    `default` is the class `list` or `dict` for these; `dataclasses.MISSING` for none.
+    `default` is the class `list` or `dict` for an empty one, and `dataclasses.MISSING` for a required field.
     """
     given: dict[str, Any] = {"default_factory": default} if isinstance(default, type) else {"default": default}
     return dataclasses.field(**given, metadata={OPTION_KEY: Option(help, **known)})
@@ -149,7 +149,7 @@ def option(default: Any, help: str, **known: Any) -> Any:
 
 @functools.cache
 def options_of(cls: Any) -> dict[str, Option]:
-    """The options by name: the fields of a dataclass, or the arguments of a class or function."""
+    """Return the options by name: the fields of a dataclass, or the arguments of a class or function."""
     if dataclasses.is_dataclass(cls):
         hints = typing.get_type_hints(cls)
         known = {field.name: field.metadata.get(OPTION_KEY) for field in dataclasses.fields(cls)}
@@ -173,8 +173,7 @@ def options_of(cls: Any) -> dict[str, Option]:
 
 
 def value_faults(where: str, options: Mapping[str, Option], values: Mapping[str, Any]) -> list[str]:
-    """Messages about every value that does not fit its option; `where` stands before each name, as "adapter." or "orf
-    "."""
+    """List the invalid values of options; `where` is a prefix of each name, such as "adapter." or "orf "."""
     found = (options[name].fault(where + name, value) for name, value in values.items() if name in options)
     return [fault for fault in found if fault is not None]
 
@@ -188,8 +187,7 @@ def option_faults(where: str, settings: Any) -> list[str]:
 def argument_faults(
     where: str, cls: type, given: Mapping[str, Any], kind: str = "", reserved: Sequence[str] = ()
 ) -> list[str]:
-    """Messages for keyword arguments that a class, known as `where`, does not take or may not be given, and for values
-    that do not fit."""
+    """List the unknown, reserved and invalid keyword arguments of a class, called `where` in messages."""
     options = {name: known for name, known in options_of(cls).items() if name not in reserved}
     found = []
     for name in given:

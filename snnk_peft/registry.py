@@ -1,6 +1,6 @@
 """A name -> object table that finds its members by importing every module in and below one folder.
 
-Adding a member is adding a file: `projections/sorf.py` with `@PROJECTIONS.register("sorf")` is all it takes. Discovery
+Adding a member means adding a file: `projections/sorf.py` with `@PROJECTIONS.register("sorf")` is enough. Discovery
 happens on first use, so importing the package stays cheap.
 """
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def did_you_mean(kind: str, given: object, valid: list[str]) -> str:
-    """The text "unknown KIND 'GIVEN'; did you mean 'X'? Available: ..."."""
+    """Return the text "unknown KIND 'GIVEN'; did you mean 'X'? Available: ..."."""
     close = closest(given, valid)
     hint = f"; did you mean {close!r}?" if close else "."
     shown = " ".join(repr(given).split())[:100]
@@ -27,21 +27,21 @@ def did_you_mean(kind: str, given: object, valid: list[str]) -> str:
 
 
 class NamedOptions:
-    """A class whose constructor names unknown options as a file's are, all at once; see `UnknownOptionError`."""
+    """Base class whose constructor reports all unknown options at once; see `UnknownOptionError`."""
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
-        """Look at the names; the values are the constructor's."""
+        """Check the names; the values are checked by the constructor."""
         known = inspect.signature(cls.__init__).parameters
         names = list(known)[1:]
         if not any(p.kind is p.VAR_KEYWORD for p in known.values()) and not given.keys() <= set(names):
             faults = [cls.unknown_option(name, names) for name in given if name not in names]
-            # By these words PEFT sees that a file has entries of a newer version, which it leaves out with a warning.
+            # By these words PEFT recognises entries of a newer version in a file, which it ignores with a warning.
             raise UnknownOptionError([*faults[:-1], f"{faults[-1]} (got an unexpected keyword argument)"])
         return object.__new__(cls)
 
     @classmethod
     def unknown_option(cls, name: str, known: list[str]) -> str:
-        """A message about an option that the class does not have."""
+        """Return a message about an option that the class does not have."""
         return f"{cls.__name__}: {did_you_mean('option', name, known)}"
 
 
@@ -49,8 +49,9 @@ class Registry(Generic[T]):
     """Members of one kind by name, discovered from the modules of `package`.
 
     Args:
-        kind: what a member is called in messages, e.g. "projection".
-        package: dotted name of the folder whose modules register members when imported, those of its folders as well.
+        kind: name of a member in messages, e.g. "projection".
+        package: dotted name of the folder whose modules, including those of its subfolders, register members when
+            imported.
     """
 
     def __init__(self, kind: str, package: str):
@@ -60,7 +61,8 @@ class Registry(Generic[T]):
         self._discovered = False
 
     def register(self, name: str, member: T | None = None) -> Callable[[T], T]:
-        """Add `member` under `name`; without `member`, a decorator. A second, different member is a ConfigError."""
+        """Add `member` under `name`; without `member`, return a decorator. A second, different member is a
+        ConfigError."""
 
         def add(item: T) -> T:
             if name in self._members and self._members[name] is not item:
@@ -82,12 +84,12 @@ class Registry(Generic[T]):
                 importlib.import_module(module.name)
 
     def names(self) -> list[str]:
-        """All member names, sorted."""
+        """Return all member names, sorted."""
         self._discover()
         return sorted(self._members)
 
     def fault(self, name: object) -> str | None:
-        """None for a known name, else the message that a ConfigError should carry."""
+        """Return None for a known name, else the message for a ConfigError."""
         return None if name in self.names() else did_you_mean(self.kind, name, self.names())
 
     def __getitem__(self, name: str) -> T:

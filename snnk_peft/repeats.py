@@ -1,7 +1,7 @@
-"""Rows that occur in two sets, or with two labels: the warnings about them, with counts.
+"""Warnings, with counts, about rows that occur in two sets, or with two labels.
 
-A row is anything that can be compared: the digests that `rows` makes of batches, or texts as they were read. The score
-of rows that were fitted says nothing about new ones, and no classifier is right about one row with two labels.
+A row is any hashable object: the digests that `rows` computes from batches, or texts. The score on fitted rows says
+nothing about new ones, and no classifier is right about a row with two labels.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LABELS = ("label", "labels")
 
 
 def rows(batch: Mapping[str, Any]) -> Iterator[bytes]:
-    """A digest of every row of a batch, padding and labels left out; none of a batch without tensors (n, ...)."""
+    """Yield a digest of every row of a batch, without padding and labels; none for a batch without tensors (n, ...)."""
     tensors = (value for name, value in batch.items() if name not in LABELS and isinstance(value, torch.Tensor))
     main = next((value.detach().cpu() for value in tensors if value.ndim >= 2), None)
     if main is None:
@@ -34,7 +34,7 @@ def count_repeated(given: Iterable[Hashable], fitted: Set[Hashable]) -> int:
 
 
 def repeat_note(name: str, given: Iterable[Hashable], fitted_name: str, fitted: Iterable[Hashable]) -> str | None:
-    """Return a sentence about rows that are scored and were fitted as well; None if there is none."""
+    """Return a sentence about rows that are both scored and fitted; None if there are none."""
     given = list(given)
     repeated = count_repeated(given, set(fitted))
     if not repeated:
@@ -46,7 +46,7 @@ def repeat_note(name: str, given: Iterable[Hashable], fitted_name: str, fitted: 
 
 
 def label_note(name: str, given: Iterable[Hashable], labels: Iterable[Hashable]) -> str | None:
-    """Return a sentence about rows that occur more than once with different labels; None if there is none."""
+    """Return a sentence about rows that occur with different labels; None if there are none."""
     found: dict[Hashable, list[Hashable]] = {}
     for row, label in zip(given, labels, strict=True):
         found.setdefault(row, []).append(label)

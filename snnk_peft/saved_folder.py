@@ -1,7 +1,7 @@
-"""A file or a folder is written whole: elsewhere first, then renamed, file by file, the config last.
+"""Atomic writes of files and folders: elsewhere first, then renamed, file by file, the config last.
 
-What a full disk or a killed process interrupts leaves what was there before. Between two renames a kill can leave new
-weights beside an older config; then the digest of the weights in that config does not fit them (digests.py).
+If a full disk or a killed process interrupts a write, the previous content remains. A kill between two renames can
+leave new weights beside an older config, whose digest of the weights then does not match (digests.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CONFIGS = ("adapter_config.json", "config.json")  # a folder without one is no m
 def written_whole(
     folder: str | os.PathLike[str], outdated: Callable[[Path], bool] = lambda old: False
 ) -> Iterator[Path]:
-    """A context with an empty folder to write to; its files move to `folder` when it ends without an error.
+    """Provide an empty folder in a context, whose files move to `folder` on exit without an error.
 
-    Files of other names stay as they are, unless they are `outdated` ones that get no successor.
+    Files with other names are kept, unless they are `outdated` ones without a successor.
 
     Raises:
-        ConfigError: the folder cannot be written to; what was there before is unchanged.
+        ConfigError: the folder cannot be written to; existing files are unchanged.
     """
     target = Path(folder)
     made = [each for each in (target, *target.parents) if not each.exists()]
@@ -54,7 +54,7 @@ def written_whole(
 
 
 def _remove_leftovers(target: Path) -> None:
-    """Delete the unfinished files of this process, or of a dead one of this machine."""
+    """Delete unfinished files of this process, or of a dead one on this machine."""
     host = f"@{socket.gethostname()}.tmp"
     for found in target.glob(f".saving.*{glob.escape(host)}"):
         number = found.name.removeprefix(".saving.").removesuffix(host)
@@ -89,9 +89,9 @@ def _remove(files: list[Path]) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """The name of a file to write, which takes the place of `path` when the context ends without an error.
+    """Provide a temporary file name in a context, which replaces `path` on exit without an error.
 
-    What a killed process left under that name is written over.
+    Leftovers of a killed process under that name are overwritten.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

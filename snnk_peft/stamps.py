@@ -1,4 +1,4 @@
-"""Digests are written: of the tensors into a weights file, of its entries and of its weights into a config."""
+"""Writing of digests: of tensors into a weights file, of entries and weights into a config."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from snnk_peft.saved_folder import whole_file
 
 
 def stamp_together(config: Path, free: Collection[str], weights: Iterable[Path], before: Path | None = None) -> None:
-    """Write digests into files that were saved together, which ties them to each other.
+    """Write digests into files that were saved together, tying them to each other.
 
     Args:
         config: a JSON file.
-        free: its entries without digests, which users may edit.
+        free: entries without digests, which users may edit.
         weights: safetensors files.
-        before: the config that this one replaces. What else it names are other variants (float16) of the same model, if
-            it says the same.
+        before: the config that this one replaces. If its entries are equal, the other weights files that it names are
+            variants (float16) of the same model.
     """
     ties = {path.name: stamp_tensors(path) for path in sorted(weights)}
     stamp_entries(config, free, ties)
@@ -47,8 +47,8 @@ def _ties_of_the_same(config: Path, before: Path) -> dict[str, str]:
 
 
 def stamp_tensors(path: Path) -> str:
-    """Write the digests of its tensors into the header of a safetensors file that has none; returns that of them
-    all."""
+    """Write the digests of a safetensors file's tensors into its header unless it has them; return their joint
+    digest."""
     with open_tensors(path) as file:
         if (saved := saved_digests(file)) is not None:
             return value_digest(saved)
@@ -67,7 +67,7 @@ def stamp_tensors(path: Path) -> str:
 
 
 def stamp_entries(path: Path, free: Collection[str], weights: Mapping[str, str] | None = None) -> None:
-    """Write the digests of its entries into a JSON file, and those of the files that were saved with it, by name."""
+    """Write digests of its entries, and of the files saved with it, by name, into a JSON file."""
     content = json.loads(path.read_text(encoding="utf-8"))
     digests = {key: value_digest(value) for key, value in entries_of(content, {*free, DIGESTS}).items()}
     content[DIGESTS] = digests | dict(weights or {})

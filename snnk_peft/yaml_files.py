@@ -1,4 +1,4 @@
-"""YAML written by users, read within bounds: a few lines of aliases can expand to more than any memory holds."""
+"""Bounded reading of YAML written by users: a few lines of aliases can expand beyond any memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MOST = 100_000
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value that a YAML text says; `where` names it in the ConfigError for a text that is none, or none of bounds.
+    """Parse a YAML text, called `where` in messages.
 
     Raises:
-        ConfigError: no valid YAML, brackets too deep, or aliases that stand for more than `MOST` values.
+        ConfigError: invalid YAML, brackets nested too deeply, or aliases that expand to more than `MOST` values.
     """
     loader = yaml.SafeLoader(text)
     try:
@@ -35,7 +35,7 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def _size(node: Any, known: dict[int, int]) -> int:
-    """Values in a node, aliases followed; beyond `MOST` for one that holds itself."""
+    """Count the values in a node, following aliases; more than `MOST` for a node that contains itself."""
     if id(node) not in known:
         known[id(node)] = MOST + 1  # until it is counted
         parts = node.value if isinstance(node, yaml.CollectionNode) else []

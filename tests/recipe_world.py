@@ -13,7 +13,17 @@ import torch
 import yaml
 from glue_files import write_task
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+    BertModel,
+    BertTokenizerFast,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -48,6 +58,23 @@ def write_world(folder: Path, positions: int = 512, pieces: Sequence[str] = ()) 
     )
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "bert")
     return folder
+
+
+def write_decoder(folder: Path, positions: int) -> None:
+    """A random Llama of two layers and two key heads, and its tokenizer, for which each byte is a token."""
+    special = ["<pad>", "<s>", "</s>"]
+    words = {word: number for number, word in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    by_bytes = Tokenizer(models.BPE(vocab=words, merges=[]))
+    by_bytes.pre_tokenizer, by_bytes.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=by_bytes, **names).save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    tokens = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = LlamaConfig(
+        num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=positions, **sizes, **tokens
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def write_settings(file: Path, model: str, data: str, output: str, method: str = "full") -> str:

@@ -1,6 +1,6 @@
-"""What all benchmark programs share: alternating timings, one process per memory measurement, metrics.json.
+"""Shared code of the benchmark programs: alternating timings, one process per memory measurement, metrics.json.
 
-Figures are medians over repetitions that take the candidates in turn, so a machine whose speed drifts slows all of
+Figures are medians over repetitions that run the candidates in turn, so that drifts in machine speed affect all of
 them alike; ratios are medians of the ratios within one repetition.
 """
 
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def parser(description: str, name: str) -> argparse.ArgumentParser:
-    """Options that every benchmark has."""
+    """Create a parser with the options that every benchmark has."""
     made = _Options(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--repetitions", type=int, default=9, help="timed repetitions, candidates in turn (default 9)")
     made.add_argument("--output", type=Path, default=RESULTS / name / "metrics.json", help="file of the figures")
@@ -39,10 +39,10 @@ def parser(description: str, name: str) -> argparse.ArgumentParser:
 
 
 class _Options(argparse.ArgumentParser):
-    """Who has read them is the only one to write the figures: some benchmarks take what is there and add to it."""
+    """Parser that locks the output file, because some benchmarks read it and add to it."""
 
     def parse_args(self, *given: Any) -> Any:
-        """As ever; a program whose figures have no name yet holds them itself."""
+        """Parse as usual and lock the output file; a program without a default output locks it itself."""
         found = super().parse_args(*given)
         if found.output is not None:
             hold(found.output)
@@ -50,7 +50,7 @@ class _Options(argparse.ArgumentParser):
 
 
 def add_device(options: argparse.ArgumentParser, help: str) -> None:
-    """`--device`, refused where this machine has none such."""
+    """Add `--device`, refusing devices that this machine does not have."""
 
     def available(name: str) -> str:
         if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
@@ -64,7 +64,7 @@ def add_device(options: argparse.ArgumentParser, help: str) -> None:
 
 
 def peak_growth(work: Callable[..., Any], *arguments: Any) -> int:
-    """Bytes by which the peak memory of a fresh process grows while `prepare() -> run` runs its second half.
+    """Return the growth in bytes of a fresh process's peak memory during the second half of `prepare() -> run`.
 
     `work(*arguments)` prepares (imports, loads the model) and returns a function; the growth of the process's peak
     resident memory during that function is the result.
@@ -73,7 +73,7 @@ def peak_growth(work: Callable[..., Any], *arguments: Any) -> int:
 
 
 def peak_of_process(work: Callable[..., Any], *arguments: Any) -> tuple[int, int]:
-    """As `peak_growth`: bytes that are resident before the second half, and by how much they grow while it runs."""
+    """Return the bytes resident before the second half of `peak_growth`, and their growth while it runs."""
     context = multiprocessing.get_context("spawn")
     queue = context.Queue()
     process = context.Process(target=_measure, args=(queue, work, arguments))
@@ -90,13 +90,13 @@ def peak_of_process(work: Callable[..., Any], *arguments: Any) -> tuple[int, int
 
 
 def synchronize(device: str) -> None:
-    """Wait until a GPU has done what it was given; a processor has done it already."""
+    """Wait until a GPU has finished its work; does nothing on a CPU."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def allocated_growth(run: Callable[[], object], device: str) -> int | None:
-    """Bytes of tensors on a GPU at the peak of one call, beyond those before it; None on a processor."""
+    """Return the peak bytes of tensors on a GPU during one call, beyond those before it; None on a CPU."""
     if not device.startswith("cuda"):
         return None
     synchronize(device)
@@ -115,12 +115,12 @@ def _measure(queue: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -
 
 
 def peak_bytes(run: Callable[[], object]) -> int | None:
-    """By how much the resident memory rises during one call; None where the system cannot tell (not Linux)."""
+    """Return the growth of resident memory during one call; None where the system does not report it (not Linux)."""
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     if not reset.exists():
         run()
         return None
-    reset.write_text("5")  # the peak starts again from now; that of the imports may have been higher
+    reset.write_text("5")  # reset the peak, which may have been higher during the imports
     before = resident()
     run()
     line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
@@ -128,7 +128,7 @@ def peak_bytes(run: Callable[[], object]) -> int | None:
 
 
 def resident() -> int:
-    """Resident bytes now (Linux), else the peak so far."""
+    """Return the bytes resident now (Linux), else the peak so far."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()

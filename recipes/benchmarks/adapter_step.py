@@ -5,20 +5,20 @@
     python recipes/benchmarks/adapter_step.py --methods snnk rows upper parallel lora lora_norms dora
     python recipes/benchmarks/adapter_step.py --model llama --checkpointing --methods snnk rows upper lora lora_norms
 
-One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 ReLU features, Houlsby placement;
-"rows": 7 learned GELU rows beside query and value, and all norms; "upper": 8 in all layers but the first, which the
-backward pass does not enter, and these layers' norms; "cut": 12 in the upper half of the layers, with their norms, on
-stored outputs of the lower half (`method.cut` of recipes/finetune.py); "parallel": 16 beside the FFN (not in a Llama,
-whose FFN is gated). LoRA: r = 8 on query and value; with all norms; as DoRA. All train the classifier, without
-dropout, as the settings files do. `--model llama` is one of 4
-layers x 512, `llama12` of 12 layers x 768, and `bert_base` has BERT-base's sizes: with random weights, on which neither
-time nor memory depends. `--checkpointing` computes activations again in the backward pass.
-Times are medians over alternating repetitions in one process. "operations" are those of torch in
-a forward and backward pass, views left out; "host" is the processor time of a step on one text of 8 tokens, which is
-hardly more than asking for them: medians over ten times the repetitions. Peak memory is the growth of a fresh process's
-resident memory over three steps, the median of five processes in turn (one tells it to 5%: what the allocator keeps
-varies from run to run). On a GPU it is the peak of the allocated tensors over three steps, in one process, beyond
-weights and optimizer states; `--dtype bfloat16` trains under autocast.
+One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 ReLU features, Houlsby placement; "rows":
+7 learned GELU rows beside query and value, and all norms; "upper": 8 in all layers but the first, which the backward
+pass does not enter, and these layers' norms; "cut": 12 in the upper half of the layers, with their norms, on stored
+outputs of the lower half (`method.cut` of recipes/finetune.py); "parallel": 16 beside the FFN (not in a Llama, whose
+FFN is gated). LoRA: r = 8 on query and value; with all norms; as DoRA. All train the classifier, without dropout, as
+the settings files do. `--model llama` is one of 4 layers x 512, `llama12` of 12 layers x 768, and `bert_base` has
+BERT-base's sizes: with random weights, on which neither time nor memory depends. `--checkpointing` computes activations
+again in the backward pass.
+Times are medians over alternating repetitions in one process. "operations" are those of torch in a forward and backward
+pass, without views; "host" is the CPU time of a step on one text of 8 tokens, which is little more than dispatching
+them: medians over ten times the repetitions. Peak memory is the growth of a fresh process's resident memory over three
+steps, the median of five processes in turn (one is accurate to 5%: what the allocator keeps varies from run to run). On
+a GPU it is the peak of the allocated tensors over three steps, in one process, beyond weights and optimizer states;
+`--dtype bfloat16` trains under autocast.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ LLAMAS = {
 TARGETS_OF = {"minilm": TARGETS, "bert_base": TARGETS, **{name: ["q_proj", "v_proj"] for name in LLAMAS}}
 
 
-# Learned rows on inputs as they are; 4 times the readout, which features of 7 rows divide by √7.
+# Learned rows on inputs without normalisation; 4 times the readout, which features of 7 rows divide by √7.
 LEARNED = {"component": "gelu", "projection": "free", "normalize": False, "scaling": 10.6}
 # All layers but the first, and the upper half, of a model of any depth.
 UPPER, HALF = "upper", "half"
-TINY = 1, 8  # texts and tokens of a step that costs what a processor needs to ask for its operations
-# As many trained numbers as LoRA of rank 8 on queries and values.
+TINY = 1, 8  # texts and tokens of a step whose cost is that of dispatching its operations
+# As many trained parameters as LoRA of rank 8 on queries and values.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "snnk": {"num_features": 16},
     "snnk_pfeiffer": {"num_features": 32, "placement": "pfeiffer"},
@@ -87,7 +87,7 @@ METHODS = (*ADAPTERS, *LORAS)
 
 
 def adapted(base: Any, method: str, targets: Sequence[str], **config: Any) -> torch.nn.Module:
-    """`base` with one of `ADAPTERS`, or with LoRA of rank 8 on the modules of these names."""
+    """Return `base` with one of `ADAPTERS`, or with LoRA of rank 8 on the modules of these names."""
     if method in ADAPTERS:
         depth, options = base.config.num_hidden_layers, dict(ADAPTERS[method])
         if (layers := options.get("layers")) is not None:
@@ -101,9 +101,9 @@ def adapted(base: Any, method: str, targets: Sequence[str], **config: Any) -> to
 
 
 def step_of(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], device: str, dtype: str) -> Callable[[], None]:
-    """A function that makes one training step, with attributes.
+    """Return a function that makes one training step, with attributes.
 
-    `trainable` is the number of trained parameters, `gradients` makes the forward and backward pass alone.
+    `trainable` is the number of trained parameters, `gradients` runs only the forward and backward pass.
     """
     model.to(device).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
@@ -134,7 +134,7 @@ def prepare(
     name: str = "minilm",
     checkpointing: bool = False,
 ) -> Callable[[], None]:
-    """A step on MiniLM or on a model with random weights."""
+    """Build a training step on MiniLM or on a model with random weights."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -156,13 +156,13 @@ def prepare(
 
 
 def three_steps(preparing: Callable[..., Callable[[], None]], *arguments: Any) -> Callable[[], object]:
-    """As `preparing`, three steps at once; for the memory measurement."""
+    """Make three steps of `preparing` at once, for the memory measurement."""
     step = preparing(*arguments)
     return lambda: [step() for _ in range(3)]
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """What can be said of the machine and the number format."""
+    """Add the options of device, dtype and sizes."""
     add_device(options, "cpu, cuda or cuda:N")
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the forward pass")
     options.add_argument("--batch-size", type=int, default=32, help="examples per step")
@@ -175,13 +175,13 @@ def compare(
     *given: Any,
     methods: Sequence[str] = ("snnk", "lora"),
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Figures and the rows of the table: time and peak memory of all methods, in turn.
+    """Return figures and table rows: time and peak memory of all methods, run in turn.
 
     Args:
         preparing: (method, device, dtype, *given) -> a step.
-        arguments: of the command line, see `add_options`.
-        *given: what else it needs.
-        methods: "snnk", the one that the ratios are about, "lora", and others.
+        arguments: arguments of the command line, see `add_options`.
+        *given: further arguments of `preparing`.
+        methods: "snnk", which the ratios compare, "lora", and others.
     """
     device = arguments.device
     known = (device, arguments.dtype, *given)
@@ -192,7 +192,7 @@ def compare(
             if device == "cpu":
                 found.append(peak_growth(three_steps, preparing, method, *known))
             else:
-                made[method]()  # the states of the optimizer are made in the first step
+                made[method]()  # the first step creates the optimizer states
                 grown = allocated_growth(lambda step=made[method]: [step() for _ in range(3)], device)
                 assert grown is not None
                 found.append(grown)
@@ -223,14 +223,14 @@ def compare(
 
 
 def say_ratios(figures: Mapping[str, Any], what: str = "") -> None:
-    """Print the two ratios."""
+    """Print the ratios of time and memory."""
     ratios = {"time": figures["step_time_ratio"], "peak memory": figures["peak_memory_ratio"]}
     text = ", ".join(f"{name} {value:.3f}" for name, value in ratios.items() if value is not None)
     print(f"SNNK / LoRA{what}: {text}")
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "adapter_step")
     add_options(options)
     options.add_argument("--length", type=int, default=128, help="tokens per text")

@@ -5,16 +5,15 @@
     python recipes/benchmarks/attention.py --sections pairs --device cuda --batch-size 32
 
 12 heads of 64, one sequence, positive features over an orthogonal matrix (posrf, orf) with 64 rows; the two attentions
-are timed in turn. `forward` and `causal` time inference, `training` forward and backward, each beside the matrix
-products that linear attention consists of, done plainly and with nothing between them: `products_share` is their share
-of its time (above 1 where blocks that stay in the cache are quicker). `memory` measures the growth of a fresh process,
-`decoding` times one token of a two-layer Llama after prefixes of two lengths, `pairs` a training step of the Long Range
-Arena's Text model (length 4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax, fused and with its
-weights formed (as a dropout on them demands on a processor). `maps` has time and memory of forward and backward by
-length, for both kinds of softmax and for positive features over the learned matrices of Learning the Transformer
-Kernel. Other sections of an earlier run are kept in the file. On a GPU memory is the peak of allocated tensors, also
-of the first three; `--flash` allows softmax no kernel but torch's flash attention, which on a GPU needs half precision.
-About half an hour on two quiet cores.
+are timed in turn. `forward` and `causal` time inference, `training` forward and backward, each beside the bare matrix
+products of linear attention with nothing between them: `products_share` is their share of its time (above 1 where
+blocks that stay in the cache are quicker). `memory` measures the growth of a fresh process, `decoding` times one token
+of a two-layer Llama after prefixes of two lengths, `pairs` a training step of the Long Range Arena's Text model (length
+4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax, fused and with its weights formed (as dropout
+on them requires on a CPU). `maps` has time and memory of forward and backward by length, for both kinds of softmax and
+for positive features over the learned matrices of Learning the Transformer Kernel. Other sections of an earlier run are
+kept in the file. On a GPU memory is the peak of allocated tensors, also of the first three; `--flash` allows softmax no
+kernel but torch's flash attention, which on a GPU needs half precision. About half an hour on two quiet cores.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ HEADS, DIM, FEATURES = 12, 64, 64
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 MEMORY_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 PREFIXES = (512, 8192)
-MAPS = ("orf", "gmm", "generative", "fastfood_learned")  # of section maps
+MAPS = ("orf", "gmm", "generative", "fastfood_learned")  # of section `maps`
 MAPS_LENGTHS = (512, 1024, 2048, 4096, 8192)
-LONGEST_FORMED = 4096  # 12 · 4096² weights are 0.8 GB, and are there several times
+LONGEST_FORMED = 4096  # 12 · 4096² weights take 0.8 GB, several times over
 COMPONENTS = ("posrf", "oprf", "saderf")  # Spectraformer, Table 2
 PROJECTIONS = ("orf", "sorf", "qmc", "sgq", "mm", "fastfood_learned")
 PAIRS = [f"{component}-{projection}" for component, projection in itertools.product(COMPONENTS, PROJECTIONS)]
@@ -61,20 +60,20 @@ Rows = list[dict[str, Any]]
 
 
 def tensors(length: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Queries, keys and values (1, HEADS, length, DIM)."""
+    """Draw queries, keys and values (1, HEADS, length, DIM)."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, HEADS, length, DIM, generator=generator).to(device, dtype) for _ in range(3)]
 
 
 def linear() -> KernelAttention:
-    """The attention that is measured."""
+    """Create the attention to measure."""
     return KernelAttention([build_feature_map("posrf", "orf", DIM, FEATURES)], HEADS)
 
 
 def candidates(
     length: int, causal: bool, gradient: bool, device: str, dtype: torch.dtype, flash: bool = False
 ) -> dict[str, Run]:
-    """Both attentions and the plain products on the same tensors, as functions."""
+    """Return both attentions and the bare matrix products on the same tensors, as functions."""
     inputs, kernel = tensors(length, device, dtype), linear().to(device)
     rows = kernel.maps()[0].projection.materialize().mT.to(dtype, copy=True)
     functions = {
@@ -98,7 +97,7 @@ def candidates(
 
 
 def products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, causal: bool) -> torch.Tensor:
-    """The matrix products of linear attention, (1, HEADS, length, DIM); causal with those within chunks."""
+    """Compute the matrix products of linear attention, (1, HEADS, length, DIM); if causal, with those within chunks."""
     phi, psi = q @ rows, k @ rows
     if not causal:
         return phi @ (psi.mT @ v)
@@ -107,12 +106,12 @@ def products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tens
 
 
 def speed(section: str, repetitions: int, lengths: Sequence[int], device: str, dtype: torch.dtype, flash: bool) -> Rows:
-    """Milliseconds, the speed-up over softmax, and the share of the plain products, by length; memory of a GPU."""
+    """Measure milliseconds, speed-up over softmax, and share of the bare products by length; on a GPU also memory."""
     rows = []
     for length in lengths:
         runs = candidates(length, section == "causal", section == "training", device, dtype, flash)
         peaks = {name: allocated_growth(runs[name], device) for name in ("linear", "softmax")}
-        # Two pairs, not three in turn: the products leave fresh memory and a cold cache to whoever comes next.
+        # Two pairs, not three in turn: the products leave fresh memory and a cold cache to the next candidate.
         plain = {"products": runs.pop("products"), "linear": runs["linear"]}
         seconds, beside = alternate(runs, repetitions, warmup=1), alternate(plain, repetitions, warmup=1)
         timed = {**seconds, "products": beside["products"]}
@@ -128,7 +127,7 @@ def speed(section: str, repetitions: int, lengths: Sequence[int], device: str, d
 
 
 def prepare(length: int) -> Run:
-    """For a fresh process: everything but the attention itself."""
+    """Set up everything but the attention itself in a fresh process."""
     kernel, inputs = linear(), tensors(length)
     with torch.no_grad():
         kernel(*tensors(64))
@@ -141,7 +140,7 @@ def prepare(length: int) -> Run:
 
 
 def memory() -> tuple[Rows, float]:
-    """Peak growth by length, and the exponent of the power law that fits it best up to 32,768."""
+    """Return peak growth by length, and the exponent of the power law that fits it best up to 32,768."""
     rows = []
     for length in MEMORY_LENGTHS:
         rows.append({"length": length, "linear_MiB": peak_growth(prepare, length) / 2**20})
@@ -152,12 +151,12 @@ def memory() -> tuple[Rows, float]:
 
 
 def formed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Softmax attention through its weights, (1, HEADS, length, length)."""
+    """Compute softmax attention with its weights formed, (1, HEADS, length, length)."""
     return (q @ k.mT * DIM**-0.5).softmax(-1) @ v
 
 
 def attend_and_return(name: str, length: int) -> Run:
-    """Forward and backward of one attention of section `maps`."""
+    """Return a function that runs forward and backward of one attention of section `maps`."""
     torch.manual_seed(0)
     kernel: Callable[..., torch.Tensor]
     if name.startswith("softmax"):
@@ -175,7 +174,7 @@ def attend_and_return(name: str, length: int) -> Run:
 
 
 def maps(repetitions: int) -> Rows:
-    """Milliseconds and peak growth of every attention by length, and both relative to fused softmax."""
+    """Measure milliseconds and peak growth of every attention by length, and both relative to fused softmax."""
     rows = []
     for length in track(MAPS_LENGTHS, "maps", console=Console(stderr=True)):
         names = ["softmax", *(f"posrf-{projection}" for projection in MAPS)]
@@ -198,7 +197,7 @@ def maps(repetitions: int) -> Rows:
 
 
 def tiny_llama(linear_attention: bool) -> Any:
-    """Two layers of the measured heads, random weights, room for the longest prefix."""
+    """Build two layers with the measured heads, random weights, and room for the longest prefix."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -214,7 +213,7 @@ def tiny_llama(linear_attention: bool) -> Any:
 
 
 def decoding(repetitions: int) -> Rows:
-    """Milliseconds per token behind a short and a long prefix, and the bytes of the cache."""
+    """Measure milliseconds per token after a short and a long prefix, and the bytes of the cache."""
     rows, tokens = [], 16
     for name in ("linear", "softmax"):
         model = tiny_llama(name == "linear")
@@ -244,12 +243,12 @@ def decoding(repetitions: int) -> Rows:
 
 
 def training_step(attention: dict[str, Any] | str, device: str, documents: int) -> Run:
-    """A step of the Text model of the Long Range Arena: forward, backward, AdamW.
+    """Build a training step of the Long Range Arena's Text model: forward, backward, AdamW.
 
     Args:
-        attention: of LRA's settings, or FORMED: softmax whose weights are formed.
-        device: of the model.
-        documents: in the batch, each of 4000 bytes.
+        attention: attention of LRA's settings, or FORMED: softmax whose weights are formed.
+        device: device of the model.
+        documents: number of documents in the batch, of 4000 bytes each.
     """
     torch.manual_seed(0)
     task = TASKS["lra_text"]
@@ -275,14 +274,14 @@ def training_step(attention: dict[str, Any] | str, device: str, documents: int) 
 
 
 def pairs(repetitions: int, device: str, documents: int, chosen: Sequence[str], processes: int) -> Rows:
-    """Seconds and peak memory of a training step of chosen pairs, and both relative to softmax.
+    """Measure seconds and peak memory of a training step of chosen pairs, and both relative to softmax.
 
-    On a processor the peak differs by some percent from one process to the next: the median of `processes` is told.
+    On a CPU the peak differs by some percent between processes: the median of `processes` is reported.
     """
     methods: dict[str, dict[str, Any] | str] = {"softmax": "softmax", FORMED: FORMED}
     for name in chosen:
         component, projection = name.split("-")
-        features = 2 * 32 + 1 if projection == "sgq" else 128  # sgq has 2d + 1 nodes, no other number
+        features = 2 * 32 + 1 if projection == "sgq" else 128  # sgq always has 2d + 1 nodes
         methods[name] = {"component": component, "projection": projection, "num_features": features}
     runs = {name: training_step(method, device, documents) for name, method in methods.items()}
     seconds = alternate(runs, repetitions, warmup=1)
@@ -308,7 +307,7 @@ def pairs(repetitions: int, device: str, documents: int, chosen: Sequence[str], 
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     sections = ("forward", "causal", "training", "memory", "decoding", "pairs", "maps")
     options = parser(__doc__ or "", "attention")
     options.add_argument("--sections", nargs="+", default=sections, choices=sections, help="what to measure")

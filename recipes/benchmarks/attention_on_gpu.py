@@ -5,10 +5,10 @@
 
 bf16, 12 heads of 64, 64 features: forward, causal, training (forward and backward) and causal training by length and
 batch size, and the next token of a text (decode). The joint layer has 64 near keys and 4 sinks beside them. Wall time
-is from call to result, with everything that Python does; device time is that of a graph replayed. Beside them: torch's
-fused softmax (flash on a GPU), the torch form of the operation by torch.compile, a copy of the bytes that forward must
-move at least, and, where it is installed, fla-core, which reads features from memory. Rows that no time was left for
-are named. The plot lies beside the figures.
+is from call to result, including Python's overhead; device time is that of a replayed CUDA graph. Beside them: torch's
+fused softmax (flash on a GPU), the torch form of the operation by torch.compile, a copy of the least bytes that forward
+must move, and, where it is installed, fla-core, which reads features from memory. Rows for which no time was left are
+named. The plot is written beside the figures.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Function = Callable[..., torch.Tensor]
 
 
 def wall(run: Run, device: str, most: float = 0.1) -> float:
-    """Milliseconds from call to result, the median of many within `most` seconds."""
+    """Measure milliseconds from call to result, the median of many within `most` seconds."""
     run()
     found: list[float] = []
     began = time.perf_counter()
@@ -59,7 +59,7 @@ def wall(run: Run, device: str, most: float = 0.1) -> float:
 
 
 def replayed(run: Run) -> float:
-    """Milliseconds of a GPU alone."""
+    """Measure milliseconds on the GPU alone, by graph replay."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -79,7 +79,7 @@ def replayed(run: Run) -> float:
 
 
 def layer_and_maps(device: str) -> tuple[KernelAttention, Any]:
-    """A layer, and the logarithms of its maps, as its operation takes them."""
+    """Return a layer, and the logarithms of its maps in the form that its operation takes."""
     layer = KernelAttention([build_feature_map("posrf", "orf", DIM, FEATURES)], HEADS).to(device)
     with torch.no_grad():
         maps = cast(AttentionTerm, layer.terms[0]).logarithms({}, DIM**-0.25, torch.zeros((), device=device))
@@ -88,14 +88,14 @@ def layer_and_maps(device: str) -> tuple[KernelAttention, Any]:
 
 
 def tensors(batch: int, length: int, device: str, count: int = 4) -> list[torch.Tensor]:
-    """(batch, HEADS, length, DIM) in bf16."""
+    """Draw tensors (batch, HEADS, length, DIM) in bf16."""
     made = torch.Generator(device=device).manual_seed(0)
     shape = batch, HEADS, length, DIM
     return [torch.randn(shape, generator=made, device=device, dtype=torch.bfloat16) for _ in range(count)]
 
 
 def functions(device: str, causal: bool, compiled: bool) -> dict[str, Function]:
-    """Of queries, keys and values."""
+    """Return the candidates by name, as functions of queries, keys and values."""
     layer, maps = layer_and_maps(device)
     features = [build_feature_map("posrf", "orf", DIM, FEATURES)]
     joint = KernelAttention(features, HEADS, near_field=64, joint=True, sinks=4).to(device)
@@ -120,7 +120,7 @@ def functions(device: str, causal: bool, compiled: bool) -> dict[str, Function]:
 
 
 def of_fla(causal: bool) -> dict[str, Function]:
-    """fla-core's causal linear attention; queries and keys stand for their features."""
+    """Return fla-core's causal linear attention; queries and keys stand for their features."""
     from fla.ops.linear_attn import chunk_linear_attn  # type: ignore[import-not-found]
 
     def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -131,7 +131,7 @@ def of_fla(causal: bool) -> dict[str, Function]:
 
 
 def runs(kind: str, batch: int, length: int, device: str, compiled: bool) -> Iterator[tuple[str, Run]]:
-    """What is timed for one row, by name."""
+    """Yield the candidates timed for one row, by name."""
     q, k, v, g = tensors(batch, length, device)
 
     def forward(function: Function) -> Run:
@@ -149,7 +149,7 @@ def runs(kind: str, batch: int, length: int, device: str, compiled: bool) -> Ite
 
 
 def decoding(batch: int, device: str) -> Iterator[tuple[str, Run]]:
-    """One token behind 64, as a layer's cache gives it."""
+    """Yield the decoding of one token after 64, with a layer's cache."""
     layer, _ = layer_and_maps(device)
     kept = KeptMaps()
     with torch.no_grad():
@@ -159,19 +159,19 @@ def decoding(batch: int, device: str) -> Iterator[tuple[str, Run]]:
 
 
 def timed(row: dict[str, Any], candidates: Iterator[tuple[str, Run]], device: str) -> dict[str, Any]:
-    """The row with the times of all candidates, or why one has none."""
+    """Return the row with the times of all candidates, or the error of those that failed."""
     for name, run in candidates:
         try:
             row[f"{name}_ms"] = wall(run, device)
             if device != "cpu":
                 row[f"{name}_device_ms"] = replayed(run)
-        except Exception as error:  # of whatever kind: the others are measured all the same, and this is said
+        except Exception as error:  # of any kind: it is reported, and the others are still measured
             row[f"{name}_error"] = f"{type(error).__name__}: {str(error)[:160]}"
     return row
 
 
 def plot(rows: list[dict[str, Any]], file: Path, card: str) -> None:
-    """Wall time by length at the smallest batch: layer and flash."""
+    """Plot wall time by length at the smallest batch, of layer and flash."""
     smallest = min(row["batch"] for row in rows)
     curves = {
         f"{kind}: {name}": points
@@ -189,7 +189,7 @@ def plot(rows: list[dict[str, Any]], file: Path, card: str) -> None:
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run the benchmark, print and write its results."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_device(options, "cuda, or cpu to try the program")
     options.set_defaults(device="cuda")

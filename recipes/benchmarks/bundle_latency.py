@@ -27,7 +27,7 @@ LAYERS, FEATURES, TOKENS = (3, 6), (8, 32, 128), (16, 128)
 
 
 def macs(model, inputs) -> int:
-    """Multiply-accumulates of one forward pass."""
+    """Count the multiply-accumulates of one forward pass."""
     timed = model.config._attn_implementation
     model.set_attn_implementation("eager")  # on the CPU the counter does not see into fused attention
     counter = FlopCounterMode(display=False)
@@ -38,12 +38,12 @@ def macs(model, inputs) -> int:
 
 
 def size(folder: Path) -> int:
-    """Bytes of the weights in a folder."""
+    """Return the bytes of the weights in a folder."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def first_answer(load, inputs):
-    """A function that loads a model and asks it for one answer."""
+    """Return a function that loads a model and runs it once."""
 
     def run() -> None:
         with torch.inference_mode():
@@ -53,7 +53,7 @@ def first_answer(load, inputs):
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     arguments = parser(__doc__, "bundle_latency").parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -2,9 +2,8 @@
 
     python recipes/benchmarks/calibrate_memory.py --model path/to/minilm-l6-sst2
 
-Batches are random tokens, as many as `--tokens` says: what is kept of them must not grow with their number. "peak" is
-resident memory of the whole process, model, batches and libraries included; "growth" is by how much it rises above what
-was resident before.
+Batches are `--tokens` random tokens: the memory kept must not grow with their number. "peak" is the resident memory of
+the whole process, model, batches and libraries included; "growth" is its rise above what was resident before.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from snnk_peft import (
 )
 
 STEPS = 20
-NARROWER = 0.75  # share of hidden units, and of the dimensions of heads, that stays
+NARROWER = 0.75  # share of hidden units, and of the dimensions of heads, that is kept
 PARTS = ("forward pass", "6 FFNs", "attention", f"attention, {STEPS} steps", "narrow FFNs", "narrow heads", "low rank")
 
 
 def prepared(model: Path, part: str, tokens: int, rows: int, length: int) -> Callable[[], object]:
-    """Load the model and make the batches; what is returned is measured.
+    """Load the model and make the batches; return the function to measure.
 
     Args:
         model: folder of the classifier.
         part: one of `PARTS`.
-        tokens: of all batches.
-        rows: of a batch.
-        length: of a row.
+        tokens: number of tokens in all batches.
+        rows: rows per batch.
+        length: tokens per row.
     """
     logging.disable_progress_bar()
     torch.set_num_threads(1)
@@ -75,7 +74,7 @@ def prepared(model: Path, part: str, tokens: int, rows: int, length: int) -> Cal
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "calibrate_memory")
     options.add_argument("--model", type=Path, required=True, help="folder of a classifier with token inputs")
     options.add_argument("--tokens", nargs="+", type=int, default=[25_000, 100_000], help="(default 25000 100000)")

@@ -3,7 +3,7 @@
     python recipes/benchmarks/convert_models.py curve --model path/to/minilm-l6-sst2 --data path/to/glue
     python recipes/benchmarks/convert_models.py curve --help
 
-    curve       agreement over latency of a BERT on a task of texts: conversions and their peers, in fp32 and int8
+    curve       agreement over latency of a BERT on a task of texts: conversions and baselines, in fp32 and int8
     cifar10     the FFNs of a ViT
     llama       the attention of a causal language model: perplexity, cache and speed
     llama_ffn   its gated FFNs: perplexity and size
@@ -26,7 +26,7 @@ NAMES = ("curve", "cifar10", "llama", "llama_ffn", "embeddings", "sizes")
 
 
 def main() -> None:
-    """Read the command line, measure and write."""
+    """Parse the command line, run the benchmark and write its results."""
     first = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     first.add_argument("name", choices=NAMES, help="what is converted; NAME --help says how")
     name = first.parse_args(sys.argv[1:2]).name

@@ -1,12 +1,12 @@
-"""Can the loader feed the training? Pictures per second of the loader alone and of the training step that reads them.
+"""Can the loader feed the training? Images per second of the loader alone and of the training step that reads them.
 
     python recipes/benchmarks/data_loading.py
     python recipes/benchmarks/data_loading.py --device cuda --workers 8
 
 2,048 generated JPEG files of 32 x 32 pixels for the small ViT of recipes/models/vit_cifar, and 256 of 500 x 375 for
-ViT-S/16 at 224 x 224, read, changed at random (crop, flip, mixup) and normalised as recipes/finetune.py does it; the
-training step is that of SNNK adapters on a batch that is there already. Loader and step take turns. A ratio above 1
-means that a loader of so many workers keeps up with the step; on a GPU many workers are needed.
+ViT-S/16 at 224 x 224, read, augmented (crop, flip, mixup) and normalised as in recipes/finetune.py; the training
+step is that of SNNK adapters on a batch in memory. Loader and step take turns. A ratio above 1 means that a loader with
+this number of workers keeps up with the step; on a GPU many workers are needed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILES = {"vit_cifar": (2048, (32, 32)), "vit_small": (256, (500, 375))}
 
 
 def write_pictures(folder: Path, count: int, size: tuple[int, int]) -> None:
-    """Smooth random JPEG files in the folders of two classes; smooth, because noise decodes more slowly than photos."""
+    """Write smooth random JPEG files of two classes; smooth, because noise decodes more slowly than photos."""
     rng = np.random.default_rng(0)
     for number in range(count):
         small = Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8))
@@ -42,7 +42,7 @@ def write_pictures(folder: Path, count: int, size: tuple[int, int]) -> None:
 
 
 def loader(folder: Path, side: int, workers: int) -> ImageExamples:
-    """As finetune.py makes it."""
+    """Create the examples as finetune.py does."""
     processor = ViTImageProcessorPil(size={"height": side, "width": side})
     changes = Augmentation(AugmentSection(crop_scale=0.5, flip=0.5, mixup=0.2), (side, side), 3, seed=0)
     rows = TASKS["cifar10"].load(folder, splits=["train"])["train"]
@@ -50,7 +50,7 @@ def loader(folder: Path, side: int, workers: int) -> ImageExamples:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "data_loading")
     add_device(options, "of the training step")
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the forward pass")

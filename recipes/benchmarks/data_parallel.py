@@ -1,13 +1,13 @@
-"""What a second process is worth: examples per second of one process and of two under DDP, and what they send.
+"""Gain of a second process: examples per second of one process and of two under DDP, and the bytes they send.
 
     python recipes/benchmarks/data_parallel.py
     python recipes/benchmarks/data_parallel.py --processes 4 --batch-size 8
 
 Training steps (forward, backward, AdamW) of MiniLM at 128 tokens with SNNK adapters, PEFT's LoRA of as many parameters,
 and everything trained; gloo on processors, one thread per process, the same batch size in each. Efficiency is the
-examples per second of all processes together over those of the first one alone times their number, and 1 at best; the
-two are measured in turn by the same processes, the others resting. `cost` tells the bytes that a process sends in a
-step, `sent` are those of DDP's buckets.
+examples per second of all processes together over those of the first one alone times their number, 1 at best; both
+are measured in turn by the same processes, with the others idle. `cost` gives the bytes that a process sends per step,
+`sent` are those of DDP's buckets.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LENGTH = 128
 
 
 def model_of(method: str) -> torch.nn.Module:
-    """MiniLM as a method trains it."""
+    """Return MiniLM prepared for training by a method."""
     torch.manual_seed(0)
     base = AutoModelForSequenceClassification.from_pretrained(resolve_model("minilm"), num_labels=2)
     if method == "full":
@@ -47,7 +47,7 @@ def model_of(method: str) -> torch.nn.Module:
 
 
 def measured(method: str, rank: int, processes: int, batch_size: int, repetitions: int) -> dict[str, Any]:
-    """Seconds of a step alone and together, in turn, and the bytes of DDP's buckets in a step; in every process."""
+    """Measure seconds of a step alone and together, in turn, and bytes of DDP's buckets; run in every process."""
     ids = torch.randint(1000, 20000, (batch_size, LENGTH), generator=torch.Generator().manual_seed(rank))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2}
     alone = step_of(model_of(method), batch, "cpu", "float32") if rank == 0 else lambda: None
@@ -76,7 +76,7 @@ def measured(method: str, rank: int, processes: int, batch_size: int, repetition
 
 
 def work(rank: int, processes: int, batch_size: int, repetitions: int, methods: Sequence[str], folder: str) -> None:
-    """One process: joins the group, measures all methods; the first one writes what it found."""
+    """Run one process: join the group and measure all methods; the first one writes the results."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -89,7 +89,7 @@ def work(rank: int, processes: int, batch_size: int, repetitions: int, methods: 
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "data_parallel")
     options.add_argument("--processes", type=int, default=2, help="how many (default 2)")
     options.add_argument("--batch-size", type=int, default=16, help="texts per process and step (default 16)")

@@ -29,7 +29,7 @@ SHAPES = ("32x64", "1x32")
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__, "export_latency")
     options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned classifier")
     options.add_argument("--data", required=True, help="folder that holds SST-2/{train,dev}.tsv")

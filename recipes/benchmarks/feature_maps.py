@@ -6,7 +6,7 @@
 Inputs are (8, 12, 1024, 64): batch, heads, tokens, head dimension. For every component and every projection that fits,
 phi alone and phi with the gradient of its input are timed in turn with the dense gaussian matrix of the same component;
 `ratio` and `gradient_ratio` are the medians of the ratios within one repetition. A pair that looks slower than its
-limit is timed again with more repetitions, alone with the dense one. Stored matrices without biases or unequal weights
+limit is timed again with more repetitions, against the dense one. Stored matrices without biases or unequal weights
 run the same code whatever they were drawn from, so the figures of the first one (`timed_as`) stand for all. oprf and
 saderf, whose parameter comes from all tokens, are also timed with posrf. Peak memory is the growth of the resident
 memory during one call. The second table times structured matrices, fast against dense, over sizes. About half an hour;
@@ -43,7 +43,7 @@ AGAIN = 5  # repetitions for a pair that looks slow
 
 
 def build(component: str, projection: str, dim: int, num_features: int) -> FeatureMap:
-    """The map of about the wanted size."""
+    """Build the map with about `num_features` features."""
     cls = PROJECTIONS[projection]
     size = cls.nearest_size(dim, max(num_features, COMPONENTS[component]().fewest_rows()))
     # Inputs of unit length: the attention of a real layer is scaled like this.
@@ -56,7 +56,7 @@ def build(component: str, projection: str, dim: int, num_features: int) -> Featu
 
 
 def forward(feature_map: FeatureMap, x: torch.Tensor) -> Callable[[], object]:
-    """phi of x."""
+    """Return a function that computes phi of x."""
 
     def run() -> object:
         with torch.no_grad():
@@ -66,7 +66,7 @@ def forward(feature_map: FeatureMap, x: torch.Tensor) -> Callable[[], object]:
 
 
 def backward(feature_map: FeatureMap, x: torch.Tensor) -> Callable[[], object]:
-    """phi of x and the gradient for x."""
+    """Return a function that computes phi of x and the gradient of x."""
     leaf = x.detach().requires_grad_()
 
     def run() -> object:
@@ -78,7 +78,7 @@ def backward(feature_map: FeatureMap, x: torch.Tensor) -> Callable[[], object]:
 
 
 def code_path(feature_map: FeatureMap) -> Hashable:
-    """Equal for maps that run the same code on matrices of the same size."""
+    """Return a key that is equal for maps that run the same code on matrices of the same size."""
     projection = feature_map.projection
     own = projection.bias is not None or not projection.uniform or projection.fast or isinstance(projection, Learned)
     if own or not (isinstance(projection, Structured) or type(projection).forward is Projection.forward):
@@ -93,7 +93,7 @@ def timed(
     repetitions: int,
     limit: float,
 ) -> dict[str, tuple[float, float]]:
-    """Milliseconds and ratio to the first map, per feature, of every map; slow ones are timed again."""
+    """Return milliseconds and the per-feature ratio to the first map, of every map; slow ones are timed again."""
     for feature_map in maps.values():
         make(feature_map, x[:1])()
     runs = {name: make(feature_map, x) for name, feature_map in maps.items()}
@@ -114,7 +114,7 @@ def timed(
 def measure(
     component: str, num_features: int, shape: list[int], repetitions: int, projections: list[str]
 ) -> list[dict[str, Any]]:
-    """One row per projection of a component; the first one is the yardstick."""
+    """Return one row per projection of a component; the first one is the reference."""
     # The dense matrix first: the others are measured beside it.
     fitting = sorted(partners(component), key=lambda name: (name != "gaussian", name))
     names = [name for name in fitting if name in projections or name == fitting[0]]
@@ -154,7 +154,7 @@ def measure(
 
 
 def adapting(counts: list[int], shape: list[int]) -> list[dict[str, Any]]:
-    """The components that look at all tokens first, against posrf, all over the gaussian matrix."""
+    """Time the components whose parameter comes from all tokens against posrf, all over the gaussian matrix."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     x = x / x.norm(dim=-1, keepdim=True)
     rows = []
@@ -169,7 +169,7 @@ def adapting(counts: list[int], shape: list[int]) -> list[dict[str, Any]]:
 
 
 def crossover(repetitions: int) -> list[dict[str, Any]]:
-    """Fast against dense for structured square matrices, 4096 vectors."""
+    """Time fast against dense products of structured square matrices with 4096 vectors."""
     rows = []
     for dim in track(SIZES, "crossover", console=Console(stderr=True)):
         x = torch.randn(4096, dim, generator=torch.Generator().manual_seed(0))
@@ -192,7 +192,7 @@ def crossover(repetitions: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "feature_maps")
     options.add_argument("--components", nargs="+", default=COMPONENTS.names(), choices=COMPONENTS.names())
     options.add_argument("--projections", nargs="+", default=PROJECTIONS.names(), choices=PROJECTIONS.names())

@@ -1,9 +1,9 @@
-"""What one product of the matrices that read the same input would save: queries, keys and values; gate and expansion.
+"""Time saved by fusing the matrices that read the same input: queries, keys and values; gate and expansion.
 
     python recipes/benchmarks/fused_products.py
 
-A bundle leaves these matrices apart, as the classes of transformers have them. Here both layouts are timed in turn, on
-as many tokens as a batch has, and what the one product saves in all layers is set beside the time of the whole model.
+A bundle keeps these matrices separate, as the classes of transformers have them. Here both layouts are timed in turn,
+on the tokens of a batch, and the saving of the fused product in all layers is compared with the whole model's time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Case(NamedTuple):
     """A model, and the matrices of one layer that read the same input.
 
     Args:
-        model: builds it.
-        layers: how many such groups it has.
-        width: of what they read.
-        out: rows of each.
-        bias: whether they have one.
+        model: builds the model.
+        layers: number of such groups in the model.
+        width: dimension of their input.
+        out: rows of each matrix.
+        bias: whether they have a bias.
     """
 
     model: Callable[[], nn.Module]
@@ -37,13 +37,13 @@ class Case(NamedTuple):
 
 
 def bert(width: int, layers: int, heads: int) -> BertModel:
-    """Random, of this size."""
+    """Build a random BERT of this size."""
     sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     return BertModel(BertConfig(**sizes, intermediate_size=4 * width, vocab_size=1000))
 
 
 def llama() -> LlamaModel:
-    """Random, of SmolLM2-135M's size with a third of its layers."""
+    """Build a random Llama of SmolLM2-135M's size with a third of its layers."""
     sizes: dict[str, Any] = {"hidden_size": 576, "num_hidden_layers": 10, "intermediate_size": 1536}
     return LlamaModel(LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3, vocab_size=1000))
 
@@ -58,7 +58,7 @@ CASES = {
 
 @torch.inference_mode()
 def measure(name: str, case: Case, rows: int, length: int, repetitions: int) -> dict[str, Any]:
-    """A row of the table."""
+    """Measure a row of the table."""
     torch.manual_seed(0)
     model = case.model().eval()
     apart = [nn.Linear(case.width, out, bias=case.bias) for out in case.out]
@@ -89,7 +89,7 @@ def measure(name: str, case: Case, rows: int, length: int, repetitions: int) -> 
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "fused_products")
     options.add_argument("--shapes", nargs="+", default=["32x64", "4x512", "1x1"], help="(default 32x64 4x512 1x1)")
     arguments = options.parse_args()

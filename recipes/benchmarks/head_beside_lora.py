@@ -1,12 +1,12 @@
-"""Heads in closed form beside LoRA, score and seconds of both, in turn on one machine.
+"""Closed-form heads against LoRA: score and seconds of both, run in turn on one machine.
 
     python recipes/benchmarks/head_beside_lora.py --data path/to/glue
     python recipes/benchmarks/head_beside_lora.py --data path/to/glue --tasks rte --seeds 0 1 2
 
-Of each task and seed: recipes/finetune.py as the study glue runs LoRA, then recipes/fit_head.py on as many
-examples. LoRA's seconds are those of its training steps; those of a head are of one pass over the examples and one fit,
-once for an eighth of the examples, a quarter, ... Runs go to RUNS/<task>/<method>/seed<k>: what is finished is not run
-again, what was stopped goes on.
+For each task and seed, this runs recipes/finetune.py as the study glue runs LoRA, then recipes/fit_head.py on as many
+examples. LoRA's seconds are those of its training steps; a head's are those of one pass over the examples and one fit,
+for an eighth of the examples, a quarter, ... Runs go to RUNS/<task>/<method>/seed<k>: finished ones are not repeated,
+stopped ones are continued.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEAN = "mean"
 
 
 def run_both(task: str, seed: int, runs: Path, overrides: list[str]) -> int:
-    """Run what is not finished of one task and seed; returns the exit code."""
+    """Run both methods on one task and seed, except finished runs; returns the exit code."""
     study = load("glue").tasks[task]
     beside = runs / Run(task, LORA, seed).name
     behind = [f"train.seed={seed}", *overrides]
@@ -43,7 +43,7 @@ def run_both(task: str, seed: int, runs: Path, overrides: list[str]) -> int:
 
 
 def compared(head: dict[str, Any], lora: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row for each share of the examples, from both reports."""
+    """Return one row for each share of the examples, from both reports."""
     return [
         {
             "task": head["task"],
@@ -59,13 +59,13 @@ def compared(head: dict[str, Any], lora: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def with_ratios(row: dict[str, Any]) -> dict[str, Any]:
-    """With what the head has of LoRA's score and time."""
+    """Add the head's score and time relative to LoRA's."""
     score, seconds = row["score"] / row["LoRA's score"], row["seconds"] / row["LoRA's seconds"]
     return {**row, "score / LoRA's": round(score, 4), "seconds / LoRA's": round(seconds, 4)}
 
 
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Over tasks and seeds, for each share that all of them have."""
+    """Average over tasks and seeds, for each share that all of them have."""
     runs = {(row["task"], row["seed"]) for row in rows}
     found = []
     for share in sorted({row["share of examples"] for row in rows}):
@@ -78,7 +78,7 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run, compare and write; 0 done, otherwise the exit code of a run."""
+    """Run, compare and write; returns 0 if done, otherwise the exit code of a run."""
     options = parser(__doc__ or "", "head_beside_lora")
     options.add_argument("--data", type=Path, required=True, help="folder of GLUE")
     options.add_argument("--tasks", nargs="+", default=["mrpc", "stsb", "sst2"], help="(default mrpc stsb sst2)")

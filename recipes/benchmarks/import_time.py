@@ -13,12 +13,12 @@ from _bench import alternate, parser, report
 
 
 def start(statement: str):
-    """A function that runs `statement` in a fresh interpreter."""
+    """Return a function that runs `statement` in a fresh interpreter."""
     return lambda: subprocess.run([sys.executable, "-c", statement], check=True, capture_output=True)
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     arguments = parser(__doc__, "import_time").parse_args()
     seconds = alternate(
         {"import peft": start("import peft"), "import snnk_peft": start("import snnk_peft")}, arguments.repetitions

@@ -1,10 +1,10 @@
-"""Which block sizes make the Triton kernels fastest on this card: every kernel alone, by graph replay.
+"""Search for the block sizes that make the Triton kernels fastest on this GPU: every kernel alone, by graph replay.
 
     python recipes/benchmarks/kernel_sizes.py --output gpu/kernel_sizes.json
 
 Every kernel of attention with every number of rows, warps and pipeline stages and every length of a part of the
-sequence, in bf16, 12 heads of 64, 64 features. What wins goes into the tables of triton_shared/launching.py and
-triton_linear/launches.py. Kernels are compiled by several processes first. Two minutes on an H200.
+sequence, in bf16, 12 heads of 64, 64 features. The winners go into the tables of triton_shared/launching.py and
+triton_linear/launches.py. Kernels are first compiled by several processes. Two minutes on an H200.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SKIPPED = {"combine", "token_pass", "linear_combine", "linear_token_pass"}
 
 
 def shapes(name: str) -> list[tuple[int, int, int]]:
-    """(rows, warps, stages) worth trying."""
+    """Return the (rows, warps, stages) worth trying."""
     blocks = BLOCKS[:3] if name in CAUSAL else BLOCKS[1:]
     return list(itertools.product(blocks, WARPS, STAGES))
 
 
 def resized(launch: Launch, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """The options of a launch with other sizes."""
+    """Return the options of a launch with other sizes."""
     block, warps, stages = shape
     rows = "BLOCK" if "BLOCK" in launch.options else "C"
     return {**launch.options, rows: block, "num_warps": warps, "num_stages": stages}
@@ -52,14 +52,14 @@ def compile_some(work: tuple[int, int, Sequence[str]]) -> int:
         try:
             launch.kernel[launch.grid](*launch.args, **resized(launch, shape))
             tried += 1
-        except Exception as error:  # of whatever kind: sizes that do not fit this card are left out, and said
+        except Exception as error:  # of any kind: sizes that do not fit this GPU are left out, with a message
             print(f"{launch.name} {shape} is left out: {str(error).splitlines()[0] if str(error) else type(error)}")
     torch.cuda.synchronize()
     return tried
 
 
 def chosen(length: int, kinds: Sequence[str]) -> tuple[list[Launch], list[Launch]]:
-    """The first launch of each kernel whose name begins with one of `kinds`, and those that combine parts."""
+    """Return the first launch of each kernel whose name begins with one of `kinds`, and those that combine parts."""
     found = every_launch("cuda", torch.bfloat16, length) + every_linear_launch("cuda", torch.bfloat16, length)
     wanted = [launch for launch in found if launch.name.startswith(tuple(kinds))]
     sized = {launch.name: launch for launch in reversed(wanted) if launch.name not in SKIPPED}
@@ -67,7 +67,7 @@ def chosen(length: int, kinds: Sequence[str]) -> tuple[list[Launch], list[Launch
 
 
 def microseconds(launch: Launch, options: dict[str, Any], times: int = 8, replays: int = 5) -> float:
-    """Of the device, the median of graph replays."""
+    """Measure microseconds on the device, the median of graph replays."""
 
     def run() -> None:
         launch.kernel[launch.grid](*launch.args, **options)
@@ -90,7 +90,7 @@ def microseconds(launch: Launch, options: dict[str, Any], times: int = 8, replay
 
 
 def main() -> None:
-    """Measure, print the best three of each kernel, write all."""
+    """Run the search, print the best sizes of each kernel, and write all results."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--lengths", type=int, nargs="+", default=[4096, 65536])
     options.add_argument("--parts", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])

@@ -4,13 +4,13 @@
     python recipes/benchmarks/lowrank_compress.py --efficientnet path/to/weights.safetensors --imagenet path/to/pictures
     python recipes/benchmarks/lowrank_compress.py --sst2 path/to/minilm-l6-sst2 --glue path/to/glue
 
-Each pair of options is a study; those of an earlier run that are not asked for stay in the file.
+Each pair of options is a study; earlier results of studies that are not requested stay in the file.
 
 resnet: the 3 x 3 convolutions of a CIFAR ResNet's blocks as k x k to `rank` channels, then 1 x 1, batch norms folded in
-before. `data` sees every eighth picture, without its label; the accuracy is that on the others. Where they are of the
-training set, as the first 4,000 of CIFAR-10 are, it tells what is lost and not how well the network generalises.
+before. `data` sees every eighth image, without its label; the accuracy is that on the others. If they are from the
+training set, like the first 4,000 of CIFAR-10, it shows what is lost and not how well the network generalises.
 efficientnet: pointwise convolutions of EfficientNet-Lite0, as two of them. Agreement with the original's answers;
-`data` is fitted on one half of the pictures and asked about the other, then the other way round.
+`data` is fitted on one half of the images and evaluated on the other, then the other way round.
 heads: the heads of a fine-tuned BERT, made narrower. `data` sees 2,500 unlabelled training sentences; accuracy on the
 872 development sentences. Attention is bilinear up to its softmax, so that here `function` is `spectral`.
 
@@ -67,12 +67,12 @@ Parts = Callable[[], list[Any]]
 
 @dataclass(frozen=True)
 class Fold:
-    """What is fitted on, and what is asked about.
+    """The data to fit on and to evaluate on.
 
     Args:
         calibration: inputs without labels.
-        questions: inputs.
-        answers: class ids, one per question, in order.
+        questions: inputs to evaluate on.
+        answers: class ids, one per input, in order.
     """
 
     calibration: Sequence[Batch]
@@ -82,15 +82,15 @@ class Fold:
 
 @dataclass(frozen=True)
 class Study:
-    """One model and how it is compressed.
+    """A model and how it is compressed.
 
     Args:
-        title: for table and figure.
-        score: what the fraction of right answers is called.
+        title: title of table and figure.
+        score: name of the fraction of right answers.
         original: the model, in eval mode.
         parts: size -> initialisation -> parts of the config.
-        folds: which together ask every question once.
-        timed: the batch of the latency.
+        folds: folds that together evaluate every input once.
+        timed: the batch on which latency is measured.
     """
 
     title: str
@@ -102,7 +102,7 @@ class Study:
 
 
 def fold_batch_norms(model: nn.Module) -> nn.Module:
-    """A copy in which every convolution with a batch norm as its next sibling has taken it in."""
+    """Return a copy in which every convolution followed by a batch norm has absorbed it."""
     model = copy.deepcopy(model).eval()
     for parent in model.modules():
         children = list(parent.named_children())
@@ -115,13 +115,13 @@ def fold_batch_norms(model: nn.Module) -> nn.Module:
 
 @torch.inference_mode()
 def answers(model: nn.Module, batches: Sequence[Batch]) -> torch.Tensor:
-    """Class ids, one per row."""
+    """Return predicted class ids, one per row."""
     outputs = [model(**batch) for batch in batches]
     return torch.cat([getattr(output, "logits", output).argmax(-1) for output in outputs])
 
 
 def folded(patched: nn.Module, original: nn.Module) -> nn.Module:
-    """A copy of a model that is none of transformers, which `bundle` refuses, with the low-rank layers in it."""
+    """Return a copy with folded low-rank layers, for a model outside transformers, which `bundle` refuses."""
     small = copy.deepcopy(original)
     for path, module in patched.get_base_model().named_modules():
         if isinstance(module, LowRank):
@@ -130,7 +130,7 @@ def folded(patched: nn.Module, original: nn.Module) -> nn.Module:
 
 
 def compressed(study: Study, make: Parts, fold: Fold, fit: bool) -> tuple[nn.Module, float]:
-    """The smaller model and the seconds it took."""
+    """Return the smaller model and the seconds it took."""
     start = time.perf_counter()
     patched = get_snnk_model(copy.deepcopy(study.original), SNNKConfig(parts=make(), modules_to_save=[]))
     if fit:
@@ -140,7 +140,7 @@ def compressed(study: Study, make: Parts, fold: Fold, fit: bool) -> tuple[nn.Mod
 
 
 def measure(study: Study, repetitions: int) -> list[dict[str, Any]]:
-    """A row per size and initialisation; the first is the original."""
+    """Return one row per size and initialisation; the first is the original."""
     questions = sum(len(fold.answers) for fold in study.folds)
     models: dict[tuple[str, str], nn.Module] = {("original", ""): study.original}
     right = {("original", ""): sum(int((answers(study.original, f.questions) == f.answers).sum()) for f in study.folds)}
@@ -148,7 +148,7 @@ def measure(study: Study, repetitions: int) -> list[dict[str, Any]]:
     for size, inits in study.parts.items():
         for init, make in inits.items():
             key = size, init
-            # Only what is fitted depends on the fold.
+            # Only fitted models depend on the fold.
             for index, fold in enumerate(study.folds):
                 if index == 0 or init == "data":
                     model, seconds = compressed(study, make, fold, init == "data")
@@ -180,25 +180,25 @@ def measure(study: Study, repetitions: int) -> list[dict[str, Any]]:
 
 
 def normalised(pictures: Sequence[np.ndarray], mean: Sequence[float], deviation: Sequence[float]) -> torch.Tensor:
-    """Pictures (height, width, 3) of bytes -> (n, 3, height, width)."""
+    """Convert images (height, width, 3) of bytes to (n, 3, height, width), normalised."""
     found = torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2) / 255
     return (found - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(deviation).view(-1, 1, 1)
 
 
 def in_batches(pixels: torch.Tensor, size: int) -> list[Batch]:
-    """In order."""
+    """Split pixels into batches, in order."""
     return [{"pixel_values": batch} for batch in pixels.split(size)]
 
 
 def low_rank(places: Mapping[str, Sequence[str]], scale: float, init: str) -> list[LowRankPart]:
-    """Convolutions at a rank scale; `places` has their patterns by what follows them."""
-    start = "spectral" if init == "data" else init  # calibrate does the rest
+    """Return low-rank parts of convolutions at a rank scale; `places` maps what follows them to their patterns."""
+    start = "spectral" if init == "data" else init  # `calibrate` does the rest
     same = {"kind": "conv", "split": "channel", "rank_scale": scale, "init": start}
     return [LowRankPart(list(patterns), activation=behind, **same) for behind, patterns in places.items()]
 
 
 def choices(places: Mapping[str, Sequence[str]], asked: argparse.Namespace) -> dict[str, dict[str, Parts]]:
-    """`Study.parts` of convolutions."""
+    """Build `Study.parts` of convolutions."""
     return {
         f"rank scale {scale}": {init: partial(low_rank, places, scale, init) for init in asked.inits}
         for scale in asked.rank_scales
@@ -206,7 +206,7 @@ def choices(places: Mapping[str, Sequence[str]], asked: argparse.Namespace) -> d
 
 
 def resnet(weights: Path, data: Path, asked: argparse.Namespace) -> Study:
-    """A CIFAR ResNet: the first convolution of a block stands before a ReLU, the second before the sum."""
+    """Build the study of a CIFAR ResNet: in a block, the first convolution precedes a ReLU, the second the sum."""
     found = TASKS["cifar10"].load(data, splits=["train"])["train"]
     pictures = [np.asarray(found.picture(index)) for index in range(len(found))]
     pixels, labels = normalised(pictures, *IMAGENET), torch.from_numpy(found["label"])
@@ -224,7 +224,7 @@ def resnet(weights: Path, data: Path, asked: argparse.Namespace) -> Study:
 
 
 def efficientnet(weights: Path, data: Path, asked: argparse.Namespace) -> Study:
-    """EfficientNet-Lite0: a pointwise convolution stands before a relu6, for which `function` takes ReLU, or a sum."""
+    """Build the study of EfficientNet-Lite0: pointwise convolutions precede a relu6 (ReLU for `function`) or a sum."""
     files = sorted(file for file in data.rglob("*") if file.suffix.lower() in (".jpeg", ".jpg", ".png"))
     if len(files) < 4:
         raise ConfigError(f"{data} holds {len(files)} pictures in its folders; expected 4 at least, JPEG or PNG")
@@ -249,7 +249,7 @@ def efficientnet(weights: Path, data: Path, asked: argparse.Namespace) -> Study:
 
 
 def heads(model: Path, data: Path, asked: argparse.Namespace) -> Study:
-    """A fine-tuned BERT with narrower heads."""
+    """Build the study of a fine-tuned BERT with narrower heads."""
     task = TASKS["sst2"].load(data)
     chosen = np.random.default_rng(0).permutation(len(task["train"]))[:2500]
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -274,7 +274,7 @@ def heads(model: Path, data: Path, asked: argparse.Namespace) -> Study:
 
 
 def narrow(size: int, init: str) -> list[NarrowHeadsPart]:
-    """All heads of all layers."""
+    """Return the part that narrows all heads of all layers."""
     return [NarrowHeadsPart(head_dim=size, init=init)]
 
 
@@ -282,7 +282,7 @@ STUDIES: dict[str, Callable[..., Study]] = {"resnet": resnet, "efficientnet": ef
 
 
 def draw(studies: Mapping[str, Mapping[str, Any]], file: Path) -> None:
-    """A panel per study: score over parameters, one line per initialisation."""
+    """Plot a panel per study: score over parameters, one line per initialisation."""
     figure, axes = make_axes(1, len(studies), size=(5 * len(studies), 4), squeeze=False)
     for axis, study in zip(axes[0], studies.values(), strict=True):
         first, *others = study["rows"]
@@ -298,7 +298,7 @@ def draw(studies: Mapping[str, Mapping[str, Any]], file: Path) -> None:
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "lowrank_compress")
     for name, given in PAIRS.items():
         for option, help in given.items():

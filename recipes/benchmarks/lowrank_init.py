@@ -1,4 +1,4 @@
-"""Where a low-rank layer starts: relative risk and seconds of every initialisation, on random and real weights.
+"""Initialisations of a low-rank layer: relative risk and seconds of each, on random and real weights.
 
     python recipes/benchmarks/lowrank_init.py
     python recipes/benchmarks/lowrank_init.py --quick
@@ -6,13 +6,13 @@
 
 A layer f(Wx + b) with d inputs and m outputs ("d x m") becomes f(UVᵀx + b). Relative risk is
 E‖f(UVᵀx + b) − f(Wx + b)‖² / E‖f(Wx + b)‖² for x ~ N(0, I), without samples. W is He-normal without a bias or, where
-the shape is MiniLM's (384 x 1536), also the expansion of FFN `--layer` of its six, with its bias. For that one `data`
-learns from 2,048 tokens that reach this layer, and `held_out` is the relative risk of all initialisations on 2,048
-others, of other modules' docstrings.
+the shape is MiniLM's (384 x 1536), also the expansion of FFN `--layer` of its six, with its bias. There `data` is
+fitted to 2,048 of its input tokens, and `held_out` is the relative risk of all initialisations on 2,048 others, from
+other modules' docstrings.
 
 `function` runs twice, which must give the same bits, and is compared with the best of `--restarts` runs of the same
-optimizer from random subspaces; spectral and spectral_gnorm are timed in turn. What is measured is written at once, and
-with `--resume` what the file has is not measured again. `--quick` takes the two small shapes at two rank scales.
+optimizer from random subspaces; spectral and spectral_gnorm are timed in turn. Results are written at once, and with
+`--resume` those in the file are not measured again. `--quick` takes the two small shapes at two rank scales.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Layer = dict[str, torch.Tensor | None]
 
 @LOW_RANK_INITS.register(RESTART)
 def from_random(problem: Problem) -> Solution:
-    """`function` from a random subspace."""
+    """Run `function` from a random subspace."""
     generator = torch.Generator().manual_seed(problem.seed)
     start = torch.randn(problem.weight.shape[1], problem.rank, generator=generator)
     return search(problem, start.to(problem.weight))
@@ -58,7 +58,7 @@ def from_random(problem: Problem) -> Solution:
 
 @functools.cache
 def he_normal(inputs: int, outputs: int) -> Layer:
-    """W (outputs, inputs) with variance 2 / inputs."""
+    """Draw W (outputs, inputs) with variance 2 / inputs."""
     weight = torch.empty(outputs, inputs)
     nn.init.kaiming_normal_(weight, generator=torch.Generator().manual_seed(0))
     return {"weight": weight, "bias": None, "inputs": None, "held out": None}
@@ -67,7 +67,7 @@ def he_normal(inputs: int, outputs: int) -> Layer:
 @functools.cache
 @torch.no_grad()
 def minilm(layer: int) -> Layer:
-    """The expansion of an FFN of MiniLM, and (TOKENS, 384) real inputs of it, twice."""
+    """Return the expansion of an FFN of MiniLM, and two sets of (TOKENS, 384) real inputs."""
     folder = resolve_model("minilm")
     model, tokenizer = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     expansion = model.encoder.layer[layer].intermediate.dense
@@ -89,7 +89,7 @@ def minilm(layer: int) -> Layer:
 
 @torch.no_grad()
 def empirical(factors: Factors, layer: Layer, activation: str) -> float:
-    """Relative risk on the inputs that were held out."""
+    """Compute the relative risk on the held-out inputs."""
     function, x = ACTIVATIONS[activation], layer["held out"]
     wanted = function(nn.functional.linear(x, layer["weight"], layer["bias"]))
     found = function(nn.functional.linear(x, factors.weight(), factors.bias))
@@ -99,14 +99,14 @@ def empirical(factors: Factors, layer: Layer, activation: str) -> float:
 def measure(
     row: dict[str, Any], layer: Layer, inits: list[str], restarts: int, repetitions: int, keep: Callable[[], None]
 ) -> None:
-    """Put into `row` what it lacks: relative risks, risks on held-out inputs, seconds, restarts.
+    """Add the missing entries of `row`: relative risks, risks on held-out inputs, seconds, restarts.
 
     Args:
-        row: of one layer at one rank, see `new_row`.
+        row: row of one layer at one rank, see `new_row`.
         layer: weights and inputs.
         inits: names of initialisations.
-        restarts: runs from random subspaces.
-        repetitions: timings of spectral and spectral_gnorm.
+        restarts: number of runs from random subspaces.
+        repetitions: number of timings of spectral and spectral_gnorm.
         keep: called after each measurement.
     """
     given = {"activation": row["activation"], "bias": layer["bias"]}
@@ -120,7 +120,7 @@ def measure(
             continue
         found = run(init)
         row["seconds"][init] = found.seconds
-        if init != "data":  # whose risk is that on its inputs
+        if init != "data":  # the risk of `data` is that on its inputs
             row["relative_risk"][init] = found.relative_risk
         if layer["held out"] is not None:
             row["held_out"][init] = empirical(found, layer, row["activation"])
@@ -145,7 +145,7 @@ def measure(
 
 
 def new_row(weights: str, shape: tuple[int, int], activation: str, scale: float) -> dict[str, Any]:
-    """A layer at a rank, of which nothing is known yet."""
+    """Return an empty row for a layer at a rank."""
     inputs, outputs = shape
     rank = max(1, round(scale * min(shape)))
     point = {"weights": weights, "inputs": inputs, "outputs": outputs, "activation": activation, "rank_scale": scale}
@@ -153,12 +153,12 @@ def new_row(weights: str, shape: tuple[int, int], activation: str, scale: float)
 
 
 def key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What tells points apart."""
+    """Return the entries that identify a row."""
     return tuple(row[name] for name in ("weights", "inputs", "outputs", "activation", "rank_scale"))
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How `function` compares over all points; None where nothing was compared."""
+    """Summarise how `function` compares over all rows; None where nothing was compared."""
     risks = [row["relative_risk"] for row in rows if "function" in row["relative_risk"]]
     excess = [risk["function"] - other for risk in risks for name, other in risk.items() if name != "function"]
     compared = [row for row in rows if row["restarts"] and "function" in row["relative_risk"]]
@@ -184,20 +184,20 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]], of: str) -> list[dict[str, Any]]:
-    """One column per initialisation."""
+    """Return the rows with one column per initialisation."""
     names = list(dict.fromkeys(name for row in rows for name in row[of]))
     point = ("weights", "inputs", "outputs", "activation", "rank")
     return [{name: row[name] for name in point} | {name: row[of].get(name, "") for name in names} for row in rows]
 
 
 def shape(text: str) -> tuple[int, int]:
-    """384x1536: inputs and outputs."""
+    """Parse "384x1536" into inputs and outputs."""
     inputs, outputs = map(int, text.split("x"))
     return inputs, outputs
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "lowrank_init")
     options.add_argument("--shapes", nargs="+", type=shape, help="inputs x outputs", default=list(SHAPES))
     options.add_argument("--rank-scales", nargs="+", type=float, default=list(SCALES))

@@ -21,7 +21,7 @@ from snnk_peft.layers.low_rank import LowRankLinear
 
 
 def both_ways(layer: nn.Module, x: torch.Tensor, device: str) -> Callable[[], None]:
-    """A function that computes the output of `layer` and all gradients."""
+    """Return a function that computes the output of `layer` and all gradients."""
     leaf = x.detach().requires_grad_()
     slope = torch.ones_like(x)
 
@@ -35,7 +35,7 @@ def both_ways(layer: nn.Module, x: torch.Tensor, device: str) -> Callable[[], No
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "lowrank_speed")
     add_device(options, "cpu, cuda or cuda:N")
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of weights and inputs")

@@ -1,13 +1,13 @@
-"""One SNNK layer against the Linear and activation that it stands for, over widths: time and peak memory.
+"""One SNNK layer against the Linear and activation that it replaces, over widths: time and peak memory.
 
     python recipes/benchmarks/snnk_layer.py
     python recipes/benchmarks/snnk_layer.py --widths 1024 4096 8192 --features 32 --shape 32x128
     python recipes/benchmarks/snnk_layer.py --device cuda --shape 32x128
 
-Width d to width d. `layer`: ReLU features over a Gaussian matrix and a readout, m·d + d·m products per token, beside
-Linear + ReLU and Linear + GELU, d². `pair`: with a Linear behind it, which folds into the readout of the SNNK layer
+Width d to width d. `layer`: ReLU features over a Gaussian matrix and a readout, m·d + d·m MACs per token, beside
+Linear + ReLU and Linear + GELU, d². `pair`: with a Linear after it, which folds into the readout of the SNNK layer
 (2·m·d as before), beside Linear + GELU + Linear, 2·d². Timed in turn, without gradients ("forward") and with those of
-the input and of all trained numbers ("training"); speed-ups are over Linear + GELU (+ Linear). Peak memory is what one
+the input and of all parameters ("training"); speed-ups are over Linear + GELU (+ Linear). Peak memory is what one
 call allocates beyond weights and input, gradients included: by the growth of a process's resident memory, which Linux
 counts to about a quarter of a MiB (null elsewhere); on a GPU, of its tensors. About a minute on one core.
 """
@@ -40,14 +40,14 @@ Key = tuple[str, str, str]  # section, pass, name
 
 
 def snnk(width: int, features: int) -> SNNKLinear:
-    """The stand-in for a Linear of this width and its ReLU."""
+    """Build the replacement of a Linear of this width and its ReLU."""
     stage = FeatureStage(build_feature_map("relu", "gaussian", width, features))
     generator = torch.Generator().manual_seed(0)
     return SNNKLinear.from_linear(nn.Linear(width, width), torch.relu, stage, init="random", generator=generator)
 
 
 def layers(width: int, features: Sequence[int]) -> dict[str, dict[str, nn.Module]]:
-    """What is compared, in both sections."""
+    """Return the modules compared in both sections."""
     linear, following = nn.Linear(width, width), nn.Linear(width, width)
     made = {m: snnk(width, m) for m in features}
     single = {
@@ -64,12 +64,12 @@ def layers(width: int, features: Sequence[int]) -> dict[str, dict[str, nn.Module
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass through a layer.
+    """A pass through a layer.
 
     Args:
-        layer: what is measured.
-        x: its input, which has a gradient if the pass is to have one.
-        device: what to wait for.
+        layer: the layer to measure.
+        x: its input; if it requires a gradient, the pass includes backward.
+        device: device to synchronise.
     """
 
     layer: nn.Module
@@ -77,12 +77,12 @@ class Pass:
     device: str
 
     def forget(self) -> None:
-        """Let go of the gradients of an earlier pass."""
+        """Release the gradients of an earlier pass."""
         for tensor in (self.x, *self.layer.parameters()):
             tensor.grad = None
 
     def __call__(self) -> None:
-        """Forward; backward too, if there is something to know."""
+        """Run forward, and backward if the input requires a gradient."""
         if self.x.requires_grad:
             self.forget()
             self.layer(self.x).sum().backward()
@@ -93,7 +93,7 @@ class Pass:
 
 
 def runs(width: int, features: Sequence[int], shape: Sequence[int], device: str) -> dict[Key, Pass]:
-    """All calls at one width, by section, pass and name."""
+    """Return all calls at one width, by section, pass and name."""
     torch.manual_seed(0)
     x = torch.randn(*shape, width, device=device)
     return {
@@ -105,23 +105,23 @@ def runs(width: int, features: Sequence[int], shape: Sequence[int], device: str)
 
 
 def memory(widths: Sequence[int], features: Sequence[int], shape: Sequence[int], device: str) -> list[int | None]:
-    """Peak bytes of every call, in the order of `runs`, width after width; None where the system cannot tell."""
+    """Return peak bytes of every call in the order of `runs`, by width; None where the system does not report them."""
     if not device.startswith("cuda"):
-        # What is freed goes back to the system at once, so that the next call is seen to allocate it.
+        # Freed memory goes back to the system at once, so that the allocation of the next call is visible.
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is None or not mallopt(M_MMAP_THRESHOLD, 1 << 14):
             return [None for width in widths for _ in runs(width, features, shape, device)]
     found = []
     for width in widths:
         for run in runs(width, features, shape, device).values():
-            run()  # what kernels keep for themselves is there
+            run()  # allocates what the kernels keep for themselves
             run.forget()
             found.append(allocated_growth(run, device) if device.startswith("cuda") else peak_bytes(run))
     return found
 
 
 def measure(width: int, features: Sequence[int], shape: Sequence[int], device: str, repetitions: int) -> Rows:
-    """Times of all calls at one width; those of a section and pass in turn."""
+    """Time all calls at one width; those of a section and pass run in turn."""
     made, rows = runs(width, features, shape, device), []
     for section, kind in dict.fromkeys((section, kind) for section, kind, _ in made):
         mine = {name: run for (where, how, name), run in made.items() if (where, how) == (section, kind)}
@@ -136,7 +136,7 @@ def measure(width: int, features: Sequence[int], shape: Sequence[int], device: s
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "snnk_layer")
     add_device(options, "cpu, cuda or cuda:N")
     options.add_argument("--widths", type=int, nargs="+", default=WIDTHS, help=f"d (default {WIDTHS})")
@@ -146,7 +146,7 @@ def main() -> None:
     shape = [int(size) for size in arguments.shape.split("x")]
     given = (arguments.features, shape, arguments.device)
     rows = [found for width in arguments.widths for found in measure(width, *given, repetitions=arguments.repetitions)]
-    # In a process of its own: giving memory back at once would slow what is timed.
+    # In a separate process: returning memory at once would slow the timed calls.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         peaks = pool.submit(memory, arguments.widths, *given).result()
     for row, peak in zip(rows, peaks, strict=True):

@@ -6,8 +6,8 @@
 ViT-S/16 at 224 x 224 pixels (12 layers, width 384) and the small ViT of recipes/models/vit_cifar at 32 x 32, random
 weights: time and memory do not depend on them. As in `adapter_step.py`: 16 ReLU features in two places of a layer
 (Houlsby), or 32 in one (Pfeiffer), against rank 8 on query and value; forward, backward and AdamW; medians over
-alternating repetitions, memory by processes of their own. "least" trains the classifier and the biases of the first
-LayerNorm: what a step costs that has to lead gradients through the whole model, whatever it trains.
+alternating repetitions, memory in separate processes. "least" trains the classifier and the biases of the first
+LayerNorm: the cost of any step that has to propagate gradients through the whole model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METHODS = ("snnk", "snnk_pfeiffer", "lora", "least")
 
 
 def config_of(name: str) -> ViTConfig:
-    """Sizes of "vit_small" (ViT-S/16) and "vit_cifar"."""
+    """Return the config of "vit_small" (ViT-S/16) or "vit_cifar"."""
     if name == "vit_cifar":
         return ViTConfig.from_pretrained(ROOT / "recipes/models/vit_cifar", num_labels=10)
     sizes = {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 6}
@@ -33,7 +33,7 @@ def config_of(name: str) -> ViTConfig:
 
 
 def prepare(method: str, device: str, dtype: str, name: str, batch_size: int) -> Callable[[], None]:
-    """A step on a batch of random pictures."""
+    """Build a training step on a batch of random images."""
     logging.set_verbosity_error()
     torch.manual_seed(0)
     config = config_of(name)
@@ -51,7 +51,7 @@ def prepare(method: str, device: str, dtype: str, name: str, batch_size: int) ->
 
 
 def main() -> None:
-    """Measure and write."""
+    """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "vision_step")
     add_options(options)
     arguments = options.parse_args()

@@ -1,6 +1,6 @@
 """Files of a data set that comes as a folder or as a tar archive of it, in the same order either way.
 
-Packed files are read within bounds, however far they expand. Images of known classes stand in folders that name them.
+Packed files are read within bounds, however far they expand. Images of known classes are in folders named by class.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ARCHIVE = re.compile(r"\.(tar|tgz|tar\.(gz|xz|bz2))$")
 
 
 def read_files(path: Path, pattern: str, what: str) -> list[tuple[re.Match[str], bytes]]:
-    """The files below `path` whose names match, ordered by name, with their contents.
+    """Return the files below `path` whose names match, ordered by name, with their contents.
 
     Args:
         path: a folder, a tar archive, or a folder that holds exactly one archive and no matching file.
         pattern: a regular expression that the end of a file's path, with "/" between its parts, must match.
-        what: what is looked for, in words, for messages.
+        what: description of the wanted files, for messages.
 
     Raises:
         ConfigError: no file matches, or the archive is damaged.
@@ -56,7 +56,7 @@ def read_files(path: Path, pattern: str, what: str) -> list[tuple[re.Match[str],
 
 
 def archive_in(path: Path) -> Path | None:
-    """The archive that `path` is, or the only one in that folder; None if there is none or more."""
+    """Return the archive that `path` is, or the only one in that folder; None if there is not exactly one."""
     if not path.is_dir():
         return path if _ARCHIVE.search(path.name) else None
     archives = [entry for entry in sorted(path.iterdir()) if _ARCHIVE.search(entry.name)]
@@ -83,14 +83,14 @@ def _of_archive(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[
                 match = wanted.fullmatch(member.name)
                 stream = archive.extractfile(member) if match and member.isfile() else None
                 if match and stream is not None:
-                    total += member.size  # which a header may claim without end, of a sparse file too
+                    total += member.size  # a header may claim any size, also for a sparse file
                     if total > LARGEST:
                         raise ValueError(
                             f"{member.name} of {member.size:,} bytes makes the files more than {LARGEST:,}"
                         )
                     yield match, stream.read()
             while content.read(1 << 20):
-                pass  # the checksum of the whole stands at its end
+                pass  # the checksum of the whole is at its end
     except DAMAGED as error:
         raise ConfigError(f"{path}: not a readable tar archive ({error}); fetch it again") from error
 
@@ -102,7 +102,7 @@ def _ordered(found: list[tuple[re.Match[str], bytes]], path: Path, what: str) ->
 
 
 def unpacked(path: Path) -> Bounded:
-    """The content of a file, unpacked if it is packed, of which no more than 2 * `LARGEST` bytes are."""
+    """Open the content of a file, unpacked if packed, limited to 2 * `LARGEST` bytes in that case."""
     with path.open("rb") as stream:
         start = stream.read(6)
     opener = next((opener for magic, opener in _MAGIC.items() if start.startswith(magic)), None)
@@ -110,7 +110,7 @@ def unpacked(path: Path) -> Bounded:
 
 
 def gunzipped(content: bytes) -> bytes:
-    """What gzip packed; ValueError for more than `LARGEST` bytes."""
+    """Unpack gzip content; ValueError for more than `LARGEST` bytes."""
     found, parts = 0, []
     with gzip.GzipFile(fileobj=io.BytesIO(content)) as stream:
         while part := stream.read(1 << 20):
@@ -122,7 +122,7 @@ def gunzipped(content: bytes) -> bytes:
 
 
 def lines_of(path: Path) -> Iterator[str]:
-    """The lines of a text, plain or packed by gzip (NAME.gz).
+    """Yield the lines of a text file, plain or packed by gzip (NAME.gz).
 
     Raises:
         ValueError: a line of more than `LONGEST_LINE` characters, or more than `MOST_PACKED` times the packed bytes.
@@ -143,16 +143,16 @@ def lines_of(path: Path) -> Iterator[str]:
 def read_class_folders(
     path: Path, classes: Sequence[str], parts: Mapping[str, Sequence[str]], wanted: Sequence[str]
 ) -> dict[str, Images] | None:
-    """The wanted splits, ordered by file name; None if there is no folder of any split.
+    """Return the wanted splits, ordered by file name; None if there is no folder of any split.
 
     Args:
-        path: a folder, or one that holds only one such.
+        path: a folder, or one that holds only that folder.
         classes: names of the class folders, in the order of the ids.
-        parts: split -> names that its folder may have, e.g. {"test": ("test", "val")}.
-        wanted: splits.
+        parts: split -> possible names of its folder, e.g. {"test": ("test", "val")}.
+        wanted: names of the splits.
 
     Raises:
-        ConfigError: class folders that are no class, or hold no picture.
+        ConfigError: a class folder has an unknown name, or holds no image.
     """
     root = root_with(path, [name for split in wanted for name in parts[split]])
     if root is None:
@@ -173,7 +173,7 @@ def read_class_folders(
 
 
 def archived(parts: Mapping[str, Sequence[str]], wanted: Sequence[str]) -> str:
-    """Pattern of the pictures in an archive of class folders, for `read_files`."""
+    """Return the pattern of the images in an archive of class folders, for `read_files`."""
     names = "|".join(re.escape(name) for split in wanted for name in parts[split])
     return rf"(?P<part>{names})/(?P<kind>[^/.][^/]*)/(?:[^/]+/)*[^/.][^/]*{PICTURE}"
 
@@ -185,7 +185,7 @@ def of_archive(
     parts: Mapping[str, Sequence[str]],
     wanted: Sequence[str],
 ) -> dict[str, Images]:
-    """As `read_class_folders`, from what `read_files` found by the pattern `archived`; contents stay in memory."""
+    """Return the splits as `read_class_folders` does, from files found with the pattern `archived`; kept in memory."""
     if unknown := sorted({match["kind"] for match, _ in files} - set(classes)):
         raise ConfigError([f"{path}: {unknown_class(name, classes)}" for name in unknown[:MAX_FAULTS]])
     found = {}

@@ -1,6 +1,6 @@
-"""Images that are kept in memory, as an array or as encoded bytes, and those of data sets on the Hub.
+"""Images kept in memory, as an array or as encoded bytes, and images of data sets on the Hub.
 
-The latter stay encoded, in the memory-mapped files that `datasets` keeps of what it fetched.
+The latter stay encoded, in the memory-mapped files of `datasets`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ArrayPictures(Pictures):
-    """Pictures of one size.
+    """Images of one size, in an array.
 
     Args:
         pixels: (n, height, width) grey or (n, height, width, 3) RGB, uint8.
@@ -38,7 +38,7 @@ class ArrayPictures(Pictures):
         return len(self._pixels)
 
     def name(self, index: int) -> str:
-        """File and number."""
+        """Return the file and the number of the image."""
         return f"{self._source}, image {index}"
 
     def _opened(self, index: int) -> Image:
@@ -53,11 +53,11 @@ class ArrayPictures(Pictures):
 
 
 class EncodedPictures(Pictures):
-    """Encoded pictures in memory.
+    """Encoded images in memory.
 
     Args:
         contents: PNG, JPEG or the like.
-        names: where each is from.
+        names: name of each image's source.
     """
 
     def __init__(self, contents: Sequence[bytes], names: Sequence[str]):
@@ -67,7 +67,7 @@ class EncodedPictures(Pictures):
         return len(self._contents)
 
     def name(self, index: int) -> str:
-        """As given."""
+        """Return the given name."""
         return self._names[index]
 
     def _opened(self, index: int) -> Image:
@@ -91,9 +91,9 @@ class HubSource:
 
     Args:
         path: its id (or a folder in the Hub's layout).
-        image: column of the pictures.
+        image: column of the images.
         label: column of the class ids.
-        renamed: (name there, name here) of classes that are called otherwise.
+        renamed: (name there, name here) of classes with other names.
         access: what a user must do first, for messages.
     """
 
@@ -105,7 +105,7 @@ class HubSource:
 
 
 class HubPictures(Pictures):
-    """One column of pictures.
+    """Images in one column of a Hub data set.
 
     Args:
         dataset: a `datasets.Dataset`.
@@ -123,7 +123,7 @@ class HubPictures(Pictures):
         return len(self._dataset)
 
     def name(self, index: int) -> str:
-        """Data set, split and row."""
+        """Return data set, split and row."""
         return f"{self._source}, row {index}"
 
     def _opened(self, index: int) -> Image:
@@ -138,7 +138,7 @@ class HubPictures(Pictures):
         return read_bytes(Path(stored["path"]), LARGEST) if content is None else content
 
     def _identity(self, index: int) -> bytes:
-        if self._sizes is None:  # of the encoded pictures, from the offsets of the column
+        if self._sizes is None:  # sizes of the encoded images, from the offsets of the column
             compute = require("pyarrow.compute")
             self._sizes = [
                 size
@@ -149,21 +149,21 @@ class HubPictures(Pictures):
 
 
 def fetch(hub: HubSource, cache_dir: str | Path | None, otherwise: str) -> Any:
-    """All splits, as a `datasets.DatasetDict`.
+    """Load all splits as a `datasets.DatasetDict`.
 
     Args:
-        hub: which data set.
-        cache_dir: where `datasets` keeps it; None is its default.
+        hub: the data set.
+        cache_dir: cache folder of `datasets`; None for its default.
         otherwise: the files that can be read instead, for messages.
 
     Raises:
-        ConfigError: the Hub is out of reach, or the data set is not there or not open to this user.
+        ConfigError: the Hub cannot be reached, or the data set does not exist or is not open to this user.
     """
     return _asked(hub, "load_dataset", otherwise, cache_dir=None if cache_dir is None else str(cache_dir))
 
 
 def published_names(hub: HubSource, otherwise: str) -> tuple[str, ...]:
-    """Class names from the description of the data set, without the data; raises like `fetch`."""
+    """Return class names from the description of the data set, without the data; raises like `fetch`."""
     features = _asked(hub, "load_dataset_builder", otherwise).info.features or {}
     if (names := getattr(features.get(hub.label), "names", None)) is None:
         raise ConfigError(f"{hub.path} does not say its classes; give data.labels, in the order of the ids")
@@ -182,7 +182,7 @@ def _asked(hub: HubSource, function: str, otherwise: str, **arguments: Any) -> A
 
 
 def class_names(raw: Any, hub: HubSource, split: str) -> tuple[str, ...]:
-    """Class names of a split in the order of the ids; ConfigError if there is no such split or column."""
+    """Return class names of a split in the order of the ids; ConfigError if there is no such split or column."""
     if split not in raw:
         raise ConfigError(f"{hub.path}: {did_you_mean('split', split, list(raw))}")
     features = raw[split].features
@@ -200,7 +200,7 @@ def class_names(raw: Any, hub: HubSource, split: str) -> tuple[str, ...]:
 
 
 def pictures_of(dataset: Any, hub: HubSource, where: str) -> tuple[HubPictures, np.ndarray]:
-    """The pictures and (n,) class ids of one split."""
+    """Return the images and (n,) class ids of one split."""
     labels = dataset.data.column(hub.label)
     if labels.null_count:
         raise ConfigError(f"{where}: {labels.null_count} rows have no {hub.label}; expected one each")
@@ -208,10 +208,10 @@ def pictures_of(dataset: Any, hub: HubSource, where: str) -> tuple[HubPictures, 
 
 
 def fetched(task: ImageTask, hub: HubSource, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
-    """The wanted splits from the Hub, or its local cache; pictures stay encoded.
+    """Load the wanted splits from the Hub, or its local cache; images stay encoded.
 
     Raises:
-        ConfigError: as `fetch`, and splits, columns or classes that are not the task's, all of them at once.
+        ConfigError: see `fetch`; or splits, columns or classes are not the task's, with all faults at once.
     """
     raw = fetch(hub, cache_dir, task.folder)
     found, faults = {}, []
@@ -235,10 +235,10 @@ def fetched(task: ImageTask, hub: HubSource, wanted: Sequence[str], cache_dir: s
 
 @dataclass(frozen=True, kw_only=True)
 class HubImageTask(ImageTask):
-    """Pictures that are fetched where no folder is given.
+    """Images that are fetched from the Hub if no folder is given.
 
     Args:
-        hub: where they are on the Hub.
+        hub: the data set on the Hub.
     """
 
     hub: HubSource

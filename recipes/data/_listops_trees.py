@@ -6,9 +6,9 @@ of MAX, MIN, MED, SM and has 2 to max_args arguments, both uniform; digits are u
 outside the bounds are dropped. MED is the median rounded down, SM the sum modulo 10.
 
 Length counts tokens: one for a digit, one for an operator with its opening bracket ("[MAX"), one for "]". The
-parentheses that the official files put around everything are not tokens.
+parentheses around everything in the official files are not tokens.
 
-A tree lies in arrays level by level: the children of a level's nodes stand side by side, in order, in the next level.
+A tree is stored in arrays level by level: the children of a level's nodes are adjacent, in order, in the next level.
 Sizes and values are summed from the leaves up, positions from the root down, so no Python loop runs over tokens.
 """
 
@@ -30,7 +30,7 @@ class Level:
     """All nodes of one depth.
 
     Args:
-        tree: (n,) which tree a node belongs to.
+        tree: (n,) index of the tree that a node belongs to.
         parent: (n,) index of its parent in the level above.
         arguments: (n,) number of its children; 0 for a digit.
     """
@@ -47,11 +47,11 @@ def draw_expressions(
 
     Args:
         rng: source of randomness.
-        trees: how many are drawn; with the official sizes about one in fifty is kept.
-        min_length: tokens.
-        max_length: tokens.
+        trees: number of trees drawn; with the official sizes about one in fifty is kept.
+        min_length: fewest tokens.
+        max_length: most tokens.
         max_depth: nodes on the longest path from the root to a digit.
-        max_args: arguments of an operator.
+        max_args: most arguments of an operator.
 
     Returns:
         tokens: (length,) uint8 ids of `WORDS`; value: 0 to 9.
@@ -93,7 +93,7 @@ def _shapes(rng: np.random.Generator, trees: int, max_depth: int, max_args: int)
 
 
 def _only(levels: list[Level], kept: np.ndarray) -> list[Level]:
-    """The levels of the trees that are kept, numbered anew."""
+    """Return the levels of the kept trees only, renumbered."""
     number = np.cumsum(kept) - 1
     above = number
     result = []
@@ -107,7 +107,7 @@ def _only(levels: list[Level], kept: np.ndarray) -> list[Level]:
 
 
 def _from_the_leaves(levels: list[Level], tokens: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Tokens of every node's subtree, level by level, and the values of the roots."""
+    """Return the number of tokens of every node's subtree, level by level, and the values of the roots."""
     sizes: list[np.ndarray] = []
     below_size = below_value = np.zeros(0, int)
     for level, own in zip(reversed(levels), reversed(tokens), strict=True):
@@ -130,12 +130,12 @@ def _from_the_leaves(levels: list[Level], tokens: list[np.ndarray]) -> tuple[lis
 def _written(
     levels: list[Level], tokens: list[np.ndarray], sizes: list[np.ndarray], starts: np.ndarray, total: int
 ) -> np.ndarray:
-    """All trees one behind the other, each in the order in which it is read."""
+    """Write all trees one after the other, each in reading order."""
     flat = np.zeros(total, np.uint8)
     place = starts
     for depth, (level, own, size) in enumerate(zip(levels, tokens, sizes, strict=True)):
         if depth:
-            # Behind the parent's own token and all elder siblings.
+            # After the parent's own token and all earlier siblings.
             before = np.cumsum(size) - size
             first = np.r_[True, level.parent[1:] != level.parent[:-1]]
             elder = before - before[first][np.cumsum(first) - 1]

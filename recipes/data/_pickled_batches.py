@@ -1,10 +1,10 @@
-"""The official python batches of CIFAR, which are pickles, read without running what they say.
+"""Reader of CIFAR's official python batches, which are pickles, without executing them.
 
-A pickle is a program: `pickle.load` calls whatever it names. Here it is only looked at, instruction by instruction
+A pickle is a program: `pickle.load` calls whatever it names. Here it is only inspected, instruction by instruction
 (`pickletools.genops` of the standard library): constants, lists, dicts and tuples are put together; the three names by
-which these files say "an array" become a record of what was said, which nothing calls; any other name or instruction
-is refused. Nothing is imported, called or given attributes. A `pickle.Unpickler` whose `find_class` knows no class is
-no substitute: it hashes whatever stands as a key, and tuples nested a million deep end the process.
+which these files describe an array become a record, which nothing calls; any other name or instruction is refused.
+Nothing is imported, called or given attributes. A `pickle.Unpickler` whose `find_class` accepts no class is no
+substitute: it hashes every key, and tuples nested a million deep crash the process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Name:
 
 @dataclass
 class _Call:
-    """What was to be called, with what, and the state the result was to get."""
+    """A recorded call: the function's name, its arguments, and the state of its result."""
 
     name: str
     arguments: Any
@@ -43,10 +43,10 @@ class _Call:
 
 
 def read_pickled_batch(content: bytes) -> dict[str, Any]:
-    """The dict in a batch file; arrays of bytes become (n, values) uint8, texts of Python 2 latin-1.
+    """Return the dict in a batch file; byte arrays become (n, values) uint8, Python 2 strings are read as latin-1.
 
     Raises:
-        ValueError: a damaged file, or one with names, instructions or arrays that the official files do not have.
+        ValueError: the file is damaged, or has names, instructions or arrays that the official files do not have.
     """
     try:
         found = _built(content)
@@ -122,7 +122,7 @@ def _built(content: bytes) -> Any:
 
 
 def _array(call: _Call) -> np.ndarray:
-    """The array that a pickle describes, if it is one of bytes."""
+    """Return the array that a pickle describes, if it is one of bytes."""
     if call.name != _ARRAY:
         raise ValueError(f"holds a {call.name}; expected an array")
     _, shape, dtype, by_columns, content = call.state

@@ -1,8 +1,8 @@
 """Reader of the official GLUE files: one example per line, cells separated by tabs, no quoting, UTF-8.
 
-Columns are found by the names in the first line (CoLA has none: its layout carries them). A file is split at line feeds
-only, because texts may hold other characters that Python counts as line ends. Every fault is kept with its line number,
-so that one look at the message is enough to repair the file.
+Columns are found by the names in the first line (CoLA has none: its layout carries them). A file is split only
+at line feeds, because texts may hold other characters that Python counts as line ends. Every fault is reported with its
+line number, so that one message is enough to repair the file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from snnk_peft.tasks._files import capped, decode, empty_text, listed
 
 @dataclass(frozen=True)
 class TsvLayout:
-    """Where text and label stand in a task's official files.
+    """The columns of texts and labels in a task's official files.
 
     Args:
         text: names of the one or two text columns, in the order sentence1, sentence2.
@@ -30,7 +30,7 @@ class TsvLayout:
         labels: the label cells in the order of the integer ids, e.g. `("0", "1")`; None where the label is a number.
         label_range: smallest and largest valid number; only where `labels` is None.
         header: column names of files without a header line; None if the first line names the columns.
-        text_fault: (column name, cell) -> what is wrong with a text, or None.
+        text_fault: (column name, cell) -> fault of a text, or None.
         broken_row_rate: up to this share of rows with too few cells or a faulty text is left out with a warning
             instead of being refused. Above 0 only where the official file itself is known to have such rows.
     """
@@ -44,7 +44,7 @@ class TsvLayout:
     broken_row_rate: float = 0.0
 
     def parse_label(self, cell: str) -> int | float:
-        """The label id or number of one cell; ConfigError says what is valid."""
+        """Return the label id or number in a cell; a ConfigError names the valid ones."""
         cell = cell.strip()
         if self.labels is not None:
             if cell not in self.labels:
@@ -81,7 +81,7 @@ def read_tsv(path: Path, layout: TsvLayout) -> TsvRows:
 
     Args:
         path: the file; a byte-order mark and carriage returns before line feeds are accepted.
-        layout: which columns to take and how to read the label.
+        layout: the columns to read and the format of the label.
 
     Returns:
         All examples in file order.

@@ -1,6 +1,6 @@
-"""`ColumnsTask`: examples that are rows of numbers, with a class each, and `Columns`, a split of them.
+"""`ColumnsTask`: examples that are rows of numbers with one class each, and `Columns`, a split of them.
 
-Files are comma-separated numbers, plain or packed by gzip, read by numpy; nothing beyond it is needed.
+Files are comma-separated numbers, plain or packed by gzip, read by numpy alone.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class Columns:
         return len(self.labels)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The column "label", as every `Split` has it."""
+        """Return the column "label", which every `Split` has."""
         if name != "label":
             raise KeyError(f"{name!r}: expected 'label'")
         return self.labels
 
     def select(self, indices: list[int]) -> Columns:
-        """The examples at these places, in this order."""
+        """Return the examples at these indices, in this order."""
         return Columns(self.values[indices], self.labels[indices])
 
 
 @dataclass(frozen=True)
 class ColumnsTask(Task):
-    """One data set of rows of numbers; a split is `Columns`.
+    """A data set of rows of numbers; a split is `Columns`.
 
     Args:
         name: registry key.
-        read: folder -> split -> Columns, all of them. It raises ConfigError, with every fault it found.
-        columns: numbers of an example.
+        read: folder -> split -> Columns, all of them. Raises a ConfigError with every fault found.
+        columns: number of columns of an example.
         label_names: class names in the order of the integer ids.
         folder: the official files, for messages.
-        source: the data set in words.
+        source: description of the data set.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
         splits: the checkpoint is chosen on the second, if there are three, and reported on the last.
@@ -86,26 +86,26 @@ class ColumnsTask(Task):
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """The file of this name, or its packed form NAME.gz; None if there is neither."""
+    """Return the file of this name, or its packed form NAME.gz; None if there is neither."""
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
 def read_numbers(path: Path, columns: int, *, header: bool = False) -> np.ndarray:
-    """(rows, columns) fp32 of a file of comma-separated numbers.
+    """Read a file of comma-separated numbers into (rows, columns) fp32.
 
     Args:
         path: the file; packed if its name ends in .gz.
-        columns: in every row.
+        columns: number of columns.
         header: the first line names the columns.
 
     Raises:
-        ConfigError: the file is damaged, or a row has other columns than these; names the line.
+        ConfigError: the file is damaged, or a row has another number of columns; names the line.
     """
     try:
         check_regular(path)
         found = np.loadtxt(lines_of(path), np.float32, delimiter=",", skiprows=int(header), ndmin=2, comments=None)
     except ValueError as error:
-        # numpy counts rows behind the header: from 0 where a cell is no number, from 1 where columns are missing.
+        # numpy counts rows after the header: from 0 where a cell is no number, from 1 where columns are missing.
         row = re.search(r"at row (\d+)", str(error))
         line = "" if row is None else f", line {int(row[1]) + int(header) + int('convert' in str(error))}"
         what = str(error).split(" at row ")[0].split("; use")[0]
@@ -121,7 +121,7 @@ def read_numbers(path: Path, columns: int, *, header: bool = False) -> np.ndarra
 
 
 def class_ids(path: Path, given: np.ndarray, values: Mapping[float, int]) -> np.ndarray:
-    """Labels as they stand in the file to class ids; ConfigError names a label that is none."""
+    """Convert labels as written in the file to class ids; a ConfigError names an unknown label."""
     unknown = ~np.isin(given, list(values))
     if unknown.any():
         at = int(unknown.argmax())

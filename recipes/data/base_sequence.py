@@ -1,7 +1,7 @@
 """`SequenceTask`: a data set of long token sequences with class labels (Long Range Arena).
 
-Other than a `TaskSpec`, it brings its own tokens: symbols, bytes or pixels, with 0 for padding. Files are read into
-`Sequences`; nothing beyond numpy is needed.
+Unlike a `TaskSpec`, it brings its own tokens: symbols, bytes or pixels, with 0 for padding. Files are read into
+`Sequences`; only numpy is needed.
 """
 
 from __future__ import annotations
@@ -35,33 +35,33 @@ class Sequences:
         return len(self.labels)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """The column "label", as every `Split` has it."""
+        """Return the column "label", which every `Split` has."""
         if name != "label":
             raise KeyError(f"{name!r}: expected 'label'")
         return self.labels
 
     def select(self, indices: list[int]) -> Sequences:
-        """The examples at these places, in this order."""
+        """Return the examples at these indices, in this order."""
         return Sequences(tuple([part[index] for index in indices] for part in self.tokens), self.labels[indices])
 
 
 @dataclass(frozen=True)
 class SequenceTask(Task):
-    """One data set of token sequences; a split is `Sequences`.
+    """A data set of token sequences; a split is `Sequences`.
 
     Args:
         name: registry key.
-        read: (folder or archive, or None; split -> how many examples are wanted, None for all) -> split -> Sequences.
-            A reader may return more examples than are wanted. It raises ConfigError, with every fault it found.
+        read: (folder or archive, or None; split -> number of examples wanted, None for all) -> split -> Sequences.
+            A reader may return more examples than wanted. It raises a ConfigError with every fault found.
         vocab_size: number of token ids, 0 (padding) included.
         max_length: tokens per document in the published task, to which recipes cut longer ones.
         label_names: class names in the order of the integer ids.
         documents: 1, or 2 for pairs.
-        generated: whether the task makes its own data when no folder is given.
+        generated: whether the task generates its data when no folder is given.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
         splits: the checkpoint is chosen on the second and reported on the third.
-        remade: the same task with documents of another length, where shorter ones are made and not cut.
+        remade: builds the task for another document length, where shorter documents are generated and not cut.
     """
 
     modality: ClassVar[str] = "sequence"
@@ -78,10 +78,10 @@ class SequenceTask(Task):
     remade: Callable[[int], SequenceTask] | None = None
 
     def of_length(self, max_length: int | None) -> SequenceTask:
-        """The task for documents of so many tokens; itself, if longer ones are cut, or for None, its own length.
+        """Return the task for documents of `max_length` tokens; itself for None, or if longer documents are cut.
 
         Raises:
-            ConfigError: there is none of this length.
+            ConfigError: there is no task of this length.
         """
         if max_length in (None, self.max_length) or self.remade is None:
             return self
@@ -98,12 +98,12 @@ class SequenceTask(Task):
 
 
 def byte_tokens(values: bytes, max_length: int) -> np.ndarray:
-    """(length,) uint16: the first `max_length` bytes, each plus 1, because 0 is padding."""
+    """Return (length,) uint16: the first `max_length` bytes, each plus 1, because 0 is padding."""
     return np.frombuffer(values[:max_length], np.uint8).astype(np.uint16) + 1
 
 
 def with_validation(examples: Iterable[tuple[str, int, np.ndarray]], every: int) -> dict[str, Sequences]:
-    """Splits of ("train" or "test", class id, tokens); of each class, one in `every` training examples validates."""
+    """Split ("train" or "test", class id, tokens); one in `every` training examples of each class is for validation."""
     rows: dict[str, tuple[list[np.ndarray], list[int]]] = {split: ([], []) for split in ("train", "validation", "test")}
     seen: Counter[int] = Counter()
     for part, label, ids in examples:

@@ -1,6 +1,6 @@
 """`TaskSpec`: a data set of texts with official files, described as plain data.
 
-It names columns and labels in two places (the Hub's copy and the official files) and maps both to the same columns:
+It names columns and labels of both sources (the Hub's copy and the official files) and maps them to the same columns:
 `sentence1`, for pairs also `sentence2`, then `label` and `idx`. Label ids are the Hub's.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskSpec(TextTask):
-    """One data set with its labels and metrics.
+    """A data set with its labels and metrics.
 
     Args:
         name: registry key, and the configuration name on the Hub.
@@ -34,13 +34,13 @@ class TaskSpec(TextTask):
         hub_columns: the one or two text columns on the Hub, in the order sentence1, sentence2.
         label_names: class names in the order of the Hub's integer ids; None for regression.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS` that are reported.
-        primary: those whose mean is the `score` that selects the best checkpoint; None takes all `metrics`.
+        primary: metrics whose mean is the `score` that selects the best checkpoint; None for all `metrics`.
         splits: names of the splits with public labels; "train" first, the others are validation splits.
         files: official file of each split, without `.tsv`.
         hub_path: data set on the Hub, or None if it is not there.
 
     Raises:
-        ConfigError: fields that contradict each other, all of them at once.
+        ConfigError: fields contradict each other; all faults at once.
     """
 
     name: str
@@ -76,7 +76,7 @@ class TaskSpec(TextTask):
 
     @property
     def source(self) -> str:
-        """The data set in words, for model cards."""
+        """Description of the data set, for model cards."""
         return f"{self.folder} ({self.hub_path}, {self.hub_config})"
 
     @property
@@ -89,7 +89,7 @@ class TaskSpec(TextTask):
         return require("datasets").DatasetDict(found)
 
     def _of_files(self, path: Path, splits: Sequence[str] | None) -> dict[str, datasets.Dataset]:
-        """Read the official files; `splits` None takes train and every validation split that is there."""
+        """Read the official files; `splits` None takes train and every validation split present."""
         rows: dict[str, TsvRows] = {}
         faults: list[str] = []
         for split, file in _locate(self, path, splits).items():
@@ -102,7 +102,7 @@ class TaskSpec(TextTask):
         return {split: self._dataset(found.texts, found.labels, found.idx) for split, found in rows.items()}
 
     def _fetched(self, request: Request) -> dict[str, datasets.Dataset]:
-        """Fetch from the Hub (or its local cache) and rename columns; tasks that make their rows replace this."""
+        """Fetch from the Hub (or its local cache) and rename columns; tasks that generate their rows override this."""
         hf = require("datasets")
         try:
             raw = hf.load_dataset(self.hub_path, self.hub_config, cache_dir=request.cache_dir)
@@ -115,7 +115,7 @@ class TaskSpec(TextTask):
         return {split: self._normalised(split, raw) for split in request.splits or self.splits}
 
     def _made(self, request: Request, *examples: Iterable[tuple[str, int]]) -> dict[str, datasets.Dataset]:
-        """Splits from (sentence, label id) of each of `self.splits`, in their order."""
+        """Build splits from (sentence, label id) of each of `self.splits`, in their order."""
         columns = {split: tuple(zip(*part, strict=True)) for split, part in zip(self.splits, examples, strict=True)}
         wanted = request.splits or self.splits
         return {
@@ -145,7 +145,7 @@ class TaskSpec(TextTask):
 
 
 def _locate(task: TaskSpec, data_dir: Path, splits: Sequence[str] | None) -> dict[str, Path]:
-    """File of each split; `data_dir` is the folder of all tasks or the task's own."""
+    """Return the file of each split; `data_dir` is the folder of all tasks or the task's own."""
     names = {split: f"{name}.tsv" for split, name in zip(task.splits, task.files, strict=True)}
     if not data_dir.is_dir():
         what = "is a file" if data_dir.exists() else "does not exist"

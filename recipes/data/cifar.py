@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100: 50,000 + 10,000 pictures of 32 x 32 pixels in ten or a hundred classes (Krizhevsky 2009).
+"""CIFAR-10 and CIFAR-100: 50,000 + 10,000 images of 32 x 32 pixels in ten or a hundred classes (Krizhevsky 2009).
 
 Read from the archives of python or binary batches as distributed, or unpacked, or from class folders; python batches
 are read without unpickling them. The twenty coarse classes of CIFAR-100 are not used.
@@ -30,14 +30,14 @@ _HOME = "fetch it again from https://www.cs.toronto.edu/~kriz/cifar.html"
 
 @dataclass(frozen=True)
 class CifarLayout:
-    """What the official files of one of the two are called and hold.
+    """Names and format of the official files of CIFAR-10 or CIFAR-100.
 
     Args:
         classes: names in the order of the ids.
         files: split -> pattern of the names of its batches; binary ones end in .bin.
         labels: key of the class ids in python batches.
-        label_bytes: class bytes of a record in binary batches, of which the last counts.
-        example: what is looked for, in words.
+        label_bytes: class bytes of a record in binary batches; the last one is used.
+        example: description of the wanted files.
     """
 
     classes: tuple[str, ...]
@@ -47,10 +47,10 @@ class CifarLayout:
     example: str
 
     def read(self, path: Path, wanted: Sequence[str]) -> dict[str, Images]:
-        """The wanted splits of a folder or an archive.
+        """Return the wanted splits of a folder or an archive.
 
         Raises:
-            ConfigError: no batches and no class folders, or files that are damaged.
+            ConfigError: there are no batches and no class folders, or files are damaged.
         """
         if (of_folders := read_class_folders(path, self.classes, PARTS, wanted)) is not None:
             return of_folders
@@ -83,7 +83,7 @@ class CifarLayout:
         return found
 
     def _binary(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
-        """(n, 3, 32, 32) uint8 and (n,) class ids."""
+        """Return (n, 3, 32, 32) uint8 and (n,) class ids."""
         size = self.label_bytes + 3 * PIXELS
         if not content or len(content) % size:
             raise ValueError(f"{len(content)} bytes; expected a multiple of {size}: the file was cut or is another one")
@@ -107,7 +107,7 @@ class CifarLayout:
 
 
 def _doubled(path: Path, files: list[tuple[re.Match[str], bytes]]) -> list[str]:
-    """Batches that are there twice, for example as python and as binary ones."""
+    """List batches that are present twice, for example as python and as binary ones."""
     counts = Counter(match[0].rsplit("/", 1)[-1].removesuffix(".bin") for match, _ in files)
     return [
         f"{path} holds {count} files of the batch {name}; expected one: give the folder that holds only one layout"

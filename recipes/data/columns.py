@@ -1,15 +1,15 @@
 """Three data sets of numeric columns, in the official files of the UCI repository.
 
-CoverType (no. 31, Blackard 1998): 581,012 plots of forest, 54 numbers about each, seven kinds of cover. covtype.data
-has the class (1 to 7) last, and a split of its own: the first 11,340 rows to train on, the next 3,780 to choose by
-(both have as many of every class), all others to test.
+CoverType (no. 31, Blackard 1998): 581,012 plots of forest, 54 numbers each, seven kinds of cover. covtype.data
+has the class (1 to 7) last, and a split of its own: the first 11,340 rows for training, the next 3,780 for
+validation (both class-balanced), all others for testing.
 
-HEPMASS (no. 347, Baldi et al. 2016): 10.5 million simulated collisions, 28 numbers each, of a new particle or not.
-all_train.csv and all_test.csv have a header and the class first; the last number is the mass that is looked for.
+HEPMASS (no. 347, Baldi et al. 2016): 10.5 million simulated collisions, 28 numbers each, with a new particle or not.
+all_train.csv and all_test.csv have a header and the class first; the last number is the mass searched for.
 
-HIGGS (no. 280, Baldi et al. 2014): 11 million simulated collisions, 28 numbers about each, of a Higgs boson or not.
-HIGGS.csv has the class first, and its last 500,000 rows are the test set. Where only a part of it is at hand, two files
-HIGGS_train*.csv and HIGGS_test*.csv take its place.
+HIGGS (no. 280, Baldi et al. 2014): 11 million simulated collisions, 28 numbers each, with a Higgs boson or not.
+HIGGS.csv has the class first, and its last 500,000 rows are the test set. Two files HIGGS_train*.csv and
+HIGGS_test*.csv with parts of it can take its place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ HIGGS_TEST = 500_000
 
 
 def read_covertype(folder: Path) -> dict[str, Columns]:
-    """The three splits of the official file."""
+    """Read the three splits of the official file."""
     if (path := find_file(folder, "covtype.data")) is None:
         raise ConfigError(f"{folder} has no covtype.data or covtype.data.gz; expected the official file")
     rows = read_numbers(path, COVER_NUMBERS + 1)
@@ -44,7 +44,7 @@ def _collisions(path: Path, rows: np.ndarray) -> Columns:
 
 
 def read_hepmass(folder: Path) -> dict[str, Columns]:
-    """Both splits."""
+    """Read both splits."""
     paths = {split: find_file(folder, f"all_{split}.csv") for split in ("train", "test")}
     if faults := [f"{folder} has no all_{split}.csv(.gz)" for split, path in paths.items() if path is None]:
         raise ConfigError(faults)
@@ -56,7 +56,7 @@ def read_hepmass(folder: Path) -> dict[str, Columns]:
 
 
 def read_higgs(folder: Path) -> dict[str, Columns]:
-    """Both splits."""
+    """Read both splits."""
     if (path := find_file(folder, "HIGGS.csv")) is not None:
         rows = read_numbers(path, COLLISION_NUMBERS + 1)
         if len(rows) <= HIGGS_TEST:

@@ -5,9 +5,9 @@ mean is the label, and a mean of exactly 0 has none. The file is `movieReviewSni
 licence) with Hutto and Gilbert, "VADER: a parsimonious rule-based model for sentiment analysis of social media text",
 ICWSM 2014, inside the source distribution of the PyPI package vaderSentiment 3.3.2.
 
-The distribution is fetched once, by pip and so from wherever pip looks, into a folder of the user's cache. pip compares
-it with the SHA-256 in this file before it runs anything in it (it asks a source distribution for its metadata), and the
-reader compares it each time. It is read in memory, nothing is unpacked.
+The distribution is fetched once by pip, from the index it uses, into a folder of the user's cache. pip compares it with
+the SHA-256 in this file before it runs anything in it (it builds the metadata of a source distribution), and the reader
+compares it each time. It is read in memory, nothing is unpacked.
 
 SST-2 draws from the same reviews: never train on one of the two and test on the other.
 
@@ -55,15 +55,15 @@ PATIENCE = 120  # seconds that pip may take
 
 
 class DownloadError(ConfigError):
-    """The archive could not be fetched; says what pip said and how to get it otherwise."""
+    """The archive could not be fetched; gives pip's message and another way to get it."""
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """One example.
+    """An example.
 
     Attributes:
-        text: the sentence as published, runs of spaces made one.
+        text: the sentence as published, with single spaces.
         rating: mean rating by people, from -4 to 4, not 0.
     """
 
@@ -80,28 +80,28 @@ def load_sentences(archive: str | Path | None = None) -> tuple[list[Sentence], l
     """Read the data set.
 
     Args:
-        archive: the source distribution of vaderSentiment 3.3.2; by default the one of the cache, fetched on first use.
+        archive: the source distribution of vaderSentiment 3.3.2; by default the one in the cache, fetched on first use.
 
     Returns:
         (train, test), each in a fixed, shuffled order; no sentence is in both.
 
     Raises:
         DownloadError: there is no archive in the cache and it cannot be fetched.
-        ConfigError: the archive is another one, or has faults; all faults of rows at once, with their lines.
+        ConfigError: the archive is another one or damaged; all faulty rows at once, with their lines.
     """
     return split(read_archive(fetch() if archive is None else Path(archive)))
 
 
 def cache_folder() -> Path:
-    """Where the archive is kept: `snnk_peft/` under XDG_CACHE_HOME, or under ~/.cache."""
+    """Return the folder of the archive: `snnk_peft/` under XDG_CACHE_HOME, or under ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "snnk_peft"
 
 
 def fetch() -> Path:
-    """The archive in the cache, fetched by pip if it is not there yet.
+    """Return the archive in the cache, fetched by pip on first use.
 
     Raises:
-        DownloadError: pip is absent, finds no network, gets another file, or the cache cannot be written.
+        DownloadError: pip is missing, has no network, gets another file, or the cache is not writable.
     """
     archive = cache_folder() / ARCHIVE
     if archive.exists():
@@ -110,7 +110,7 @@ def fetch() -> Path:
     command += ["--no-deps", "--no-binary", ":all:", "--require-hashes"]
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
-        # Beside its place in the cache: then it is moved there at once, or not at all.
+        # Beside its place in the cache, so that the move there is atomic.
         with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
             wanted = Path(folder, "requirements.txt")
             wanted.write_text(f"{REQUIREMENT} --hash=sha256:{SHA256}\n", encoding="utf-8")
@@ -133,11 +133,11 @@ def _not_fetched(reason: str) -> DownloadError:
 
 
 def read_archive(path: Path) -> list[Sentence]:
-    """The rated sentences of the archive in file order; of equal wordings the first.
+    """Return the rated sentences of the archive in file order, without repetitions.
 
     Raises:
-        ConfigError: no such file, another SHA-256 than `SHA256`, a file that is not where it should be, or rows with
-            faults, up to ten of them with their lines.
+        ConfigError: the file does not exist, its SHA-256 is not `SHA256`, a file in it is missing, or rows have faults;
+            up to ten of them with their lines.
     """
     if not path.is_file():
         raise ConfigError(f"{path} does not exist; expected {ARCHIVE}, the source distribution of {REQUIREMENT}")
@@ -163,7 +163,7 @@ def read_archive(path: Path) -> list[Sentence]:
 
 
 def _member(archive: bytes, name: str, path: Path) -> bytes:
-    """One file of a tar archive in memory; `path` is what messages call the archive."""
+    """Return one file of a tar archive in memory; `path` is the archive's name in messages."""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
             stream = opened.extractfile(name)  # None for a folder, KeyError for a name that is not there
@@ -177,18 +177,18 @@ def _member(archive: bytes, name: str, path: Path) -> bytes:
 
 
 def split(sentences: Sequence[Sentence]) -> tuple[list[Sentence], list[Sentence]]:
-    """(train, test) in the order of the texts' SHA-256, which is the same everywhere; `TEST_SHARE` of them in test."""
+    """Split into (train, test) in the order of the texts' SHA-256, the same everywhere, with `TEST_SHARE` in test."""
     ordered = sorted(sentences, key=lambda sentence: hashlib.sha256(sentence.text.encode()).digest())
     held_out = round(TEST_SHARE * len(ordered))
     return ordered[held_out:], ordered[:held_out]
 
 
 class FilmReviews(TaskSpec):
-    """Without files, the sentences come from the archive."""
+    """The task; without files, its sentences come from the archive."""
 
     @property
     def source(self) -> str:
-        """The data set in words, for model cards."""
+        """Description of the data set, for model cards."""
         return (
             "sentences of film reviews whose mean rating by people is not 0 (movieReviewSnippets of Hutto and Gilbert, "
             f"ICWSM 2014; MIT licence; from the source distribution of {REQUIREMENT} on PyPI). SST-2 draws from the "
@@ -196,7 +196,7 @@ class FilmReviews(TaskSpec):
         )
 
     def _fetched(self, request: Request) -> dict[str, datasets.Dataset]:
-        """From `load_sentences`, never from the Hub."""
+        """Load the sentences with `load_sentences`, never from the Hub."""
         return self._made(request, *([(s.text, s.label) for s in half] for half in load_sentences()))
 
 

@@ -14,7 +14,7 @@ ACCURACY, ACCURACY_F1 = ("accuracy",), ("accuracy", "f1")
 
 
 def _glue(folder: str, tsv: TsvLayout, names: tuple[str, ...] | None, metrics: tuple[str, ...], **more: Any) -> None:
-    """A task with the name of its folder; the Hub has the same columns, if `hub_columns` does not say otherwise."""
+    """Register a task named after its folder; columns on the Hub are the same unless `hub_columns` is given."""
     given = {"hub_columns": tsv.text, **more}
     name = folder.replace("-", "").lower()
     TASKS.register(name, TaskSpec(name=name, folder=folder, tsv=tsv, label_names=names, metrics=metrics, **given))
@@ -29,7 +29,7 @@ _glue(
     primary=("matthews_correlation",),
 )
 # MNLI: does a premise entail a hypothesis? Dev sets of the training genres (matched) and of others (mismatched).
-# Williams et al. 2018. The score is the mean of the two where both are there (`TaskSpec.summarize`).
+# Williams et al. 2018. The score is the mean of the two where both are present (`TaskSpec.summarize`).
 _glue(
     "MNLI",
     TsvLayout(PAIR, "gold_label", MNLI),

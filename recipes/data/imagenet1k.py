@@ -1,16 +1,16 @@
-"""ImageNet-1k: 1,281,167 training and 50,000 validation pictures in 1000 classes (Russakovsky et al. 2015).
+"""ImageNet-1k: 1,281,167 training and 50,000 validation images in 1000 classes (Russakovsky et al. 2015).
 
 Read from (`data.dir`):
 
 - class folders, train/WNID/*.JPEG and val/WNID/*.JPEG, also where Kaggle's archive has them (ILSVRC/Data/CLS-LOC). The
-  classes are the folders in train, sorted, so a part of ImageNet has fewer. Validation pictures in one flat folder need
+  classes are the folders in train, sorted, so a part of ImageNet has fewer. Validation images in one flat folder need
   Kaggle's LOC_val_solution.csv; with LOC_synset_mapping.txt the classes have names instead of WNIDs.
 - uncompressed tar shards as WebDataset lays them out (KEY.jpg with KEY.cls or KEY.json), whose names say "train",
   "val" or "validation".
 
 Without `data.dir` the Hub's copy is fetched as a whole. Streams (`datasets` with streaming=True, WebDataset pipes) are
-not read: they have no random access, so a run could neither shuffle all pictures nor be resumed bit for bit. Where
-there is no room for two copies, fetch tar shards into a folder and give that: they are read in place.
+not supported: without random access, a run could neither shuffle all images nor be resumed bit for bit. If there is no
+room for two copies, fetch tar shards into a folder and give that: they are read in place.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SHARD_CLASSES = 1000
 
 @dataclass(frozen=True)
 class ImageNetLayout(FolderLayout):
-    """Class folders named by WNIDs, also where Kaggle's archive has them, or validation pictures in one flat folder."""
+    """Class folders named by WNIDs, also at the paths of Kaggle's archive, or validation images in one flat folder."""
 
     def names(self, path: Path) -> dict[str, str]:
-        """WNID -> name in words, from `NAMES_FILE`; names that several classes share get the WNID added."""
+        """Return WNID -> name, from `NAMES_FILE`; names that several classes share get the WNID appended."""
         file = self._beside(path, NAMES_FILE)
         if file is None:
             return {}
@@ -72,7 +72,7 @@ class ImageNetLayout(FolderLayout):
         return super()._root(path)
 
     def _beside(self, path: Path, name: str) -> Path | None:
-        """A file in the given folder, or beside the folders of the splits."""
+        """Find a file in the given folder, or beside the folders of the splits."""
         places = [path, self._root(path) or path]
         return next((place / name for place in places if (place / name).is_file()), None)
 
@@ -89,7 +89,7 @@ class ImageNetLayout(FolderLayout):
 
 
 def _read_flat(folder: Path, file: Path, classes: Sequence[str]) -> Images:
-    """Pictures of one folder, with the classes that lines "PICTURE,CLASS x y x y ..." give them (behind a header)."""
+    """Read the images of one folder, with the classes from lines "PICTURE,CLASS x y x y ..." after a header."""
     lines, faults = decode(file)
     ids = {name: number for number, name in enumerate(classes)}
     pictures = {name.rpartition(".")[0]: name for name in picture_names(folder)}
@@ -113,10 +113,10 @@ def _read_flat(folder: Path, file: Path, classes: Sequence[str]) -> Images:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageNet(ImageFolderTask):
-    """Without a folder, classes and pictures are the Hub's.
+    """The task; without a folder, classes and images come from the Hub.
 
     Args:
-        hub: where they are on the Hub.
+        hub: the data set on the Hub.
     """
 
     hub: HubSource

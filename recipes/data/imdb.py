@@ -1,9 +1,9 @@
 """IMDb: is a film review positive? 25,000 reviews to train on, 25,000 to test on (Maas et al. 2011).
 
 Files: aclImdb/{train,test}/{neg,pos}/<number>_<stars>.txt, in a folder or in the archive aclImdb*.tar.*. Line breaks,
-which the files write as HTML, become spaces. The files stand by class, so that the first rows of a split would all be
-negative; here the rows of a split stand in the order of the SHA-256 of their texts, which is the same everywhere. There
-is no official validation split: the last tenth of train in that order is one. Nothing is chosen by "test".
+which the files write as HTML, become spaces. The files are sorted by class, so the first rows of a split would all be
+negative; here the rows of a split are in the order of the SHA-256 of their texts, the same everywhere. There is no
+official validation split: the last tenth of train in that order is one. Nothing is selected on "test".
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 CLASSES = ("neg", "pos")
 HUB = "stanfordnlp/imdb"
-HELD_OUT = 10  # one review in so many of train validates
+HELD_OUT = 10  # one in ten training reviews is for validation
 Review = tuple[str, int]
 
 
 @dataclass(frozen=True)
 class Imdb(TextTask):
-    """Whole reviews as texts; a model of 512 positions reads nine in ten of them whole."""
+    """Whole reviews as texts; a model of 512 positions reads nine in ten of them in full."""
 
     name: str = "imdb"
     label_names: tuple[str, ...] | None = ("negative", "positive")
@@ -47,7 +47,7 @@ class Imdb(TextTask):
 
     @property
     def validation_splits(self) -> tuple[str, ...]:
-        """Validation alone: checkpoints are chosen by it."""
+        """The validation split alone, by which checkpoints are chosen."""
         return ("validation",)
 
     @property
@@ -57,7 +57,7 @@ class Imdb(TextTask):
 
     @property
     def source(self) -> str:
-        """The data set in words, for model cards."""
+        """Description of the data set, for model cards."""
         return f"IMDb ({HUB}), of whose training reviews a tenth validates"
 
     def _read(self, request: Request) -> datasets.DatasetDict:
@@ -80,17 +80,17 @@ class Imdb(TextTask):
 
 
 def _shuffled(reviews: Iterable[Review]) -> list[Review]:
-    """The reviews in the order of their texts' SHA-256."""
+    """Return the reviews in the order of their texts' SHA-256."""
     return sorted(reviews, key=lambda review: hashlib.sha256(review[0].encode()).digest())
 
 
 def _plain(text: str) -> str:
-    """Without line breaks."""
+    """Replace line breaks and runs of spaces by single spaces."""
     return " ".join(text.replace("<br />", " ").split())
 
 
 def _of_files(path: Path, parts: Collection[str]) -> Mapping[str, list[Review]]:
-    """The reviews of these parts of the official files."""
+    """Read the reviews of these parts from the official files."""
     if not path.exists():
         raise ConfigError(f"data_dir {path} does not exist; expected the official files, aclImdb or its archive")
     reviews, missing = review_files(path, parts)
@@ -107,7 +107,7 @@ def _of_files(path: Path, parts: Collection[str]) -> Mapping[str, list[Review]]:
 
 
 def review_files(path: Path, parts: Collection[str]) -> tuple[list[tuple[str, int, str, bytes]], list[str]]:
-    """(part, class id, name, content) of the reviews of these parts, and what is missing.
+    """Return (part, class id, name, content) of the reviews of these parts, and a list of what is missing.
 
     Args:
         path: the folder aclImdb, or its archive, which is unpacked once, in memory.
@@ -131,7 +131,7 @@ def review_files(path: Path, parts: Collection[str]) -> tuple[list[tuple[str, in
 
 
 def _of_hub(parts: Iterable[str], cache_dir: str | None) -> Mapping[str, list[Review]]:
-    """The reviews of these parts from the Hub, or its local cache."""
+    """Load the reviews of these parts from the Hub, or its local cache."""
     hf = require("datasets")
     try:
         raw = hf.load_dataset(HUB, cache_dir=cache_dir)

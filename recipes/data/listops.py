@@ -1,8 +1,8 @@
 """ListOps: the value, 0 to 9, of a nested expression such as [MAX 4 [SM 9 3 ] 1 ] (Nangia & Bowman 2018; LRA).
 
 Without a folder the data are generated, always the same: 2000 test, 2000 validation and 96000 training expressions of
-more than 500 and fewer than 2000 tokens (`_listops_trees.py` has the distribution and says what a token is), no two of
-them alike. With a folder, the official files basic_{train,val,test}.tsv are read: columns Source and Target, with or
+more than 500 and fewer than 2000 tokens (`_listops_trees.py` defines the distribution and the tokens), all
+different. With a folder, the official files basic_{train,val,test}.tsv are read: columns Source and Target, with or
 without the parentheses that carry no meaning. `write_listops` writes such files, also with other sizes.
 """
 
@@ -22,9 +22,9 @@ from snnk_peft.errors import ConfigError
 
 FILES = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "basic_test.tsv"}
 SIZES = {"test": 2000, "validation": 2000, "train": 96000}
-# Trees drawn at a time; it is part of what determines the data.
+# Trees drawn at a time; the data depend on it.
 BATCH = 8192
-# Batches without a new expression after which the bounds are taken to be impossible.
+# Batches without a new expression after which the bounds are considered impossible.
 PATIENCE = 20
 _IDS = {word: index for index, word in enumerate(WORDS) if index}
 
@@ -32,17 +32,17 @@ _IDS = {word: index for index, word in enumerate(WORDS) if index}
 def expressions(
     seed: int = 0, *, min_length: int = 501, max_length: int = 1999, max_depth: int = 10, max_args: int = 10
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """An endless stream of different expressions, determined by the arguments: (tokens, value), see `draw_expressions`.
+    """Yield different expressions without end, determined by the arguments: (tokens, value), see `draw_expressions`.
 
     Args:
-        seed: of the stream.
-        min_length: fewest tokens. The official program wants more than 500 and fewer than 2000.
+        seed: seed of the stream.
+        min_length: fewest tokens. The official program requires more than 500 and fewer than 2000.
         max_length: most tokens.
         max_depth: nodes on the longest path from the root to a digit.
         max_args: most arguments of an operator, at least 2.
 
     Raises:
-        ConfigError: bounds that contradict each other, or that no tree of twenty batches meets.
+        ConfigError: the bounds contradict each other, or no tree of twenty batches meets them.
     """
     if not (1 <= min_length <= max_length and max_depth >= 1 and max_args >= 2 and seed >= 0):
         raise ConfigError(
@@ -67,10 +67,10 @@ def expressions(
 
 
 def write_listops(folder: str | Path, sizes: dict[str, int] | None = None, seed: int = 0, **bounds: int) -> None:
-    """Write basic_{train,val,test}.tsv in the official columns.
+    """Write basic_{train,val,test}.tsv with the official columns.
 
     Args:
-        folder: is made if absent; files of the same names are replaced.
+        folder: created if missing; files of the same names are replaced.
         sizes: split -> number of expressions; None takes 96000, 2000 and 2000.
         seed: see `expressions`.
         **bounds: see `expressions`.
@@ -79,7 +79,7 @@ def write_listops(folder: str | Path, sizes: dict[str, int] | None = None, seed:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     stream = expressions(seed, **bounds)
-    for split in SIZES:  # in this order, whatever that of `sizes`
+    for split in SIZES:  # in this order, whatever the order of `sizes`
         target = folder / FILES[split]
         temporary = target.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
@@ -90,12 +90,12 @@ def write_listops(folder: str | Path, sizes: dict[str, int] | None = None, seed:
 
 
 def read_listops(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
-    """The splits from files, or generated; of the generated training data only as many as are wanted."""
+    """Read the splits from files, or generate them; of the training data only as many as wanted are generated."""
     return generated(wanted) if path is None else {split: read_file(path / FILES[split]) for split in wanted}
 
 
 def generated(wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
-    """Test, validation and training expressions from one stream, so that fewer of the latter are its beginning."""
+    """Generate test, validation and training expressions from one stream; fewer of the latter are a prefix."""
     stream, result = expressions(), {}
     for split, size in SIZES.items():
         limit = wanted.get(split)
@@ -107,7 +107,7 @@ def generated(wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
 
 
 def read_file(file: Path) -> Sequences:
-    """One official file; ConfigError with the lines that are not ListOps."""
+    """Read one official file; a ConfigError names the lines that are not ListOps."""
     if not file.is_file():
         raise ConfigError(f"{file} does not exist; expected {', '.join(FILES.values())} (see write_listops)")
     rows = read_tsv(file, _LAYOUT)
@@ -116,7 +116,7 @@ def read_file(file: Path) -> Sequences:
 
 
 def _words(source: str) -> list[str]:
-    """Without the parentheses that the official program puts around every step."""
+    """Split into words, without the parentheses that the official program puts around every step."""
     return source.replace("(", " ").replace(")", " ").split()
 
 

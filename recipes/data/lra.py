@@ -1,9 +1,9 @@
 """Three tasks of the Long Range Arena (Tay et al. 2021) whose tokens are bytes or pixels, each plus 1.
 
-lra_text: byte-level IMDb reviews, cut to 4000 bytes: is a review positive? (Maas et al. 2011). Files as of task imdb.
-Every tenth review of each class is held out of train (2500 of 25000), because there is no official validation split.
+lra_text: byte-level IMDb reviews, cut to 4000 bytes: is a review positive? (Maas et al. 2011). Files as for task imdb.
+Every tenth review of each class is held out of train (2500 of 25000), as there is no official validation split.
 
-lra_image: grey CIFAR-10, read pixel by pixel: 1024 tokens, 10 classes (Krizhevsky 2009). Files as of task cifar10, the
+lra_image: grey CIFAR-10, read pixel by pixel: 1024 tokens, 10 classes (Krizhevsky 2009). Files as for task cifar10,
 images of 32 x 32 pixels. A token is the grey value (0.299 R + 0.587 G + 0.114 B, rounded). Every tenth training image,
 counted per class in the order of the files, is held out.
 
@@ -35,7 +35,7 @@ PAIRS = {split: f"new_aan_pairs.{name}.tsv" for split, name in (("train",) * 2, 
 
 
 def read_reviews(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
-    """The splits of the official files; the archive is unpacked once, in memory."""
+    """Read the splits of the official files; the archive is unpacked once, in memory."""
     assert path is not None
     reviews, missing = review_files(path, {"train" if split == "validation" else split for split in wanted})
     faults = [f"{path}: {name} is empty; expected a review" for _, _, name, text in reviews if not text] + missing
@@ -49,7 +49,7 @@ def read_reviews(path: Path | None, wanted: Mapping[str, int | None]) -> dict[st
 
 
 def read_images(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
-    """The splits of any layout; an archive is unpacked once, in memory."""
+    """Read the splits of any layout; an archive is unpacked once, in memory."""
     assert path is not None
     parts = CIFAR10.read(path, list(dict.fromkeys("test" if split == "test" else "train" for split in wanted)))
     faults: list[str] = []
@@ -61,7 +61,7 @@ def read_images(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str
 
 
 def _examples(parts: Mapping[str, Images], faults: list[str]) -> Iterator[tuple[str, int, np.ndarray]]:
-    """("train" or "test", class id, tokens (1024,)) of every image; `faults` gets what is wrong with the others."""
+    """Yield ("train" or "test", class id, tokens (1024,)) of every image; faults of the others go to `faults`."""
     for part, images in parts.items():
         for index, label in enumerate(images["label"].tolist()):
             try:
@@ -71,7 +71,7 @@ def _examples(parts: Mapping[str, Images], faults: list[str]) -> Iterator[tuple[
 
 
 def _grey(images: Images, index: int) -> np.ndarray:
-    """(1024,) uint8."""
+    """Return the grey values of an image, (1024,) uint8."""
     image = images.picture(index)
     if image.size != (SIDE, SIDE):
         raise UnreadableImageError(
@@ -82,10 +82,10 @@ def _grey(images: Images, index: int) -> np.ndarray:
 
 
 class _PairLayout(TsvLayout):
-    """Labels are numbers, of which two are valid."""
+    """Layout whose labels are numbers, of which only 0 and 1 are valid."""
 
     def parse_label(self, cell: str) -> int:
-        """0 or 1."""
+        """Return 0 or 1."""
         number = super().parse_label(cell)
         if number not in (0, 1):
             raise ConfigError(f"label is {cell}; expected 0 or 1")
@@ -98,7 +98,7 @@ _PAIR_LAYOUT = _PairLayout(
 
 
 def read_pairs(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
-    """The splits of the official files."""
+    """Read the splits of the official files."""
     assert path is not None
     missing = [str(path / PAIRS[split]) for split in wanted if not (path / PAIRS[split]).is_file()]
     if missing:

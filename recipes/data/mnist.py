@@ -1,4 +1,4 @@
-"""MNIST: 60,000 + 10,000 grey pictures of digits, 28 x 28 pixels (LeCun, Cortes and Burges 1998).
+"""MNIST: 60,000 + 10,000 grey images of digits, 28 x 28 pixels (LeCun, Cortes and Burges 1998).
 
 The official files are idx: a magic number (two zero bytes, 8 for unsigned bytes, the number of dimensions), each
 dimension as four bytes, big-endian, then the values.
@@ -28,7 +28,7 @@ _WORDS = "{train,t10k}-{images-idx3,labels-idx1}-ubyte(.gz)"
 
 
 def read_idx(content: bytes, dimensions: int) -> np.ndarray:
-    """An array of uint8 with so many dimensions; ValueError says what is wrong with the bytes."""
+    """Read an array of uint8 with this number of dimensions; a ValueError says what is wrong with the bytes."""
     start = 4 + 4 * dimensions
     if len(content) < start or content[:4] != bytes((0, 0, 8, dimensions)):
         raise ValueError(
@@ -41,7 +41,7 @@ def read_idx(content: bytes, dimensions: int) -> np.ndarray:
 
 
 def read_mnist(path: Path, wanted: Sequence[str]) -> dict[str, Images]:
-    """The wanted splits of a folder or a tar archive; where a file is there packed and unpacked, the latter is read."""
+    """Return the wanted splits of a folder or a tar archive; an unpacked file is preferred to a packed one."""
     files: dict[tuple[str, str], tuple[re.Match[str], bytes]] = {}
     for match, content in read_files(path, _FILES, _WORDS):  # ordered by name: the packed one comes second
         files.setdefault((match["part"], match["kind"]), (match, content))

@@ -2,8 +2,8 @@
 
     label = Σ_i v_i a_i,  a_i ~ Bernoulli(p),  v_i = ±1,  no prefix sum leaves [−4, 4]
 
-The coins for v_i are fair but for one at a bound, where a relevant value can only lead back ("appropriately biased" in
-Learning the Transformer Kernel, appendix E.1, says no more than that); values of irrelevant positions stay fair.
+The coins for v_i are fair except at a bound, where a relevant value can only lead back ("appropriately biased" is all
+that Learning the Transformer Kernel, appendix E.1, says); values of irrelevant positions stay fair.
 
 Tokens: 1 + a + 2 · [v = 1], four of them, 0 is padding: (−1, 0), (−1, 1), (1, 0), (1, 1).
 """
@@ -22,20 +22,20 @@ from snnk_peft.errors import ConfigError
 BOUND, LENGTH = 4, 200
 SIZES = {"test": 20000, "validation": 20000, "train": 160000}
 CLASSES = 2 * BOUND + 1
-LEAST = BOUND  # relevant positions, on average: with fewer, the sums −4 and 4 hardly ever come
-BATCH = 4096  # sequences drawn at a time; part of what determines the data
+LEAST = BOUND  # relevant positions, on average: with fewer, the sums −4 and 4 hardly ever occur
+BATCH = 4096  # sequences drawn at a time; the data depend on it
 
 
 def draw_pairs(
     rng: np.random.Generator, count: int, probability: float, length: int = LENGTH
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Unbalanced sequences: tokens (count, length) uint8, sums (count,).
+    """Draw unbalanced sequences: tokens (count, length) uint8, sums (count,).
 
     Args:
         rng: source of randomness.
-        count: sequences.
-        probability: of a position to be relevant.
-        length: positions.
+        count: number of sequences.
+        probability: probability that a position is relevant.
+        length: number of positions.
     """
     relevant = rng.random((count, length)) < probability
     values = np.where(rng.random((count, length)) < 0.5, 1, -1)
@@ -50,18 +50,18 @@ def draw_pairs(
 def balanced(
     rng: np.random.Generator, count: int, probability: float, length: int = LENGTH
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens (count, length) and labels (count,), 0 to 8 for sums −4 to 4; classes differ by one example at most.
+    """Draw tokens (count, length) and labels (count,), 0 to 8 for sums −4 to 4; class counts differ by at most one.
 
-    More are drawn than wanted, and of each class the first ones kept, in the order in which they were drawn.
+    More are drawn than wanted, and the first ones of each class are kept, in the order drawn.
 
     Args:
         rng: source of randomness.
-        count: sequences.
+        count: number of sequences.
         probability: see `draw_pairs`.
-        length: positions.
+        length: number of positions.
     """
     wanted = np.full(CLASSES, count // CLASSES)
-    # Which classes have one more is drawn, or small subsets would favour the same ones.
+    # The classes with one more are drawn at random, or small subsets would favour the same ones.
     wanted[rng.permutation(CLASSES)[: count % CLASSES]] += 1
     parts: list[np.ndarray] = []
     names: list[np.ndarray] = []
@@ -76,14 +76,14 @@ def balanced(
 
 
 def sparse_sums(percent: int, length: int = LENGTH) -> SequenceTask:
-    """The task in which so many percent of the positions are relevant; its data are always the same.
+    """Return the task in which `percent` % of the positions are relevant; its data are always the same.
 
     Args:
-        percent: of all positions.
-        length: positions; a shorter sequence is one of its own, because the beginning of a longer one has another sum.
+        percent: percentage of relevant positions.
+        length: number of positions; shorter sequences are drawn anew, as the beginning of a longer one has another sum.
 
     Raises:
-        ConfigError: so few positions that hardly any sequence has a sum of −4 or 4.
+        ConfigError: there are so few positions that hardly any sequence has a sum of −4 or 4.
     """
     if percent * length < 100 * LEAST:
         raise ConfigError(
@@ -115,12 +115,12 @@ def _numbered(wanted: Mapping[str, int | None]) -> list[tuple[int, str]]:
 
 
 def _split(probability: float, length: int, number: int, limit: int | None, split: str) -> Sequences:
-    """Each split has a stream of its own; what is wanted of it is made, and no more."""
+    """Generate as much of a split as wanted; each split has its own stream."""
     size = SIZES[split] if limit is None else min(limit, SIZES[split])
     rng = np.random.default_rng([number, round(100 * probability)])
     tokens, labels = balanced(rng, size, probability, length)
     return Sequences((list(tokens),), labels)
 
 
-for _percent in (10, 50, 90):  # of the pairs are relevant
+for _percent in (10, 50, 90):  # percent of relevant pairs
     TASKS.register(f"sparsity_{_percent}", sparse_sums(_percent))

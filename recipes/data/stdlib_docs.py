@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class StdlibDocs(TaskSpec):
-    """Without files, the sentences come from the running Python."""
+    """The task; without files, its sentences come from the running Python."""
 
     @property
     def source(self) -> str:
-        """The data set in words, for model cards."""
+        """Description of the data set, for model cards."""
         return f"sentences from the docstrings of the standard library of Python {platform.python_version()}"
 
     def _fetched(self, request: Request) -> dict[str, datasets.Dataset]:
-        """From the running Python, never from the Hub."""
+        """Load the sentences from the running Python, never from the Hub."""
         return self._made(request, *([(s.text, s.area) for s in half] for half in load_sentences()))
 
 

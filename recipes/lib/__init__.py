@@ -1,4 +1,4 @@
-"""What only a clone has: shared code of its programs, and the data sets that they know beside the command `snnk`."""
+"""Code shared by the programs of a clone, and the data sets that they know besides those of the command `snnk`."""
 
 from snnk_cli.task_settings import TASK_PACKAGES
 

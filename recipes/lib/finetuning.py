@@ -36,7 +36,7 @@ class Finetuning(Experiment[FinetuneConfig]):
     """A pretrained encoder with a fresh classifier on a `TextTask` or an `ImageTask` of `data.TASKS`."""
 
     settings, program = FinetuneConfig, "finetune.py"
-    stored: StoredExamples | None = None  # of a run with method.cut, as is the next
+    stored: StoredExamples | None = None  # set in runs with method.cut, as is `trunk`
     trunk: Trunk | None = None
 
     def __init__(self, config: FinetuneConfig):
@@ -45,23 +45,23 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     @property
     def method(self) -> str:
-        """SNNK or a baseline."""
+        """The name of the method, SNNK or a baseline."""
         return self.config.method.name
 
     @property
     def choose_share(self) -> float | None:
-        """Share of the training examples that chooses the epoch, None for none."""
+        """Share of the training examples that is held back to choose the epoch, or None."""
         share: float | None = self.config.train.choose_share
         return share
 
     @property
     def cut(self) -> int | None:
-        """Layers that run once, None for none."""
+        """Number of layers that run only once, or None."""
         found: int | None = getattr(self.config.method, "cut", None)  # not every program has it
         return found
 
     def data(self, accelerator: Any) -> Data:
-        """The task's examples, as the model reads them."""
+        """Load the task's examples, preprocessed for the model."""
         config, task = self.config, self.task
         self.pretrained = resolve_model(config.model.name_or_path)
         self.modality = modality = modality_of(task)
@@ -96,7 +96,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         return Data(examples, chosen_on, evaluated) if chosen_on else Data(examples, evaluated)
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The pretrained model, prepared by the method; calibrated, if that is asked for."""
+        """Load the pretrained model and prepare it for the method, with calibration if asked for."""
         config, device = self.config, accelerator.device
         quiet = dropout_settings(self.pretrained, config.train.dropout)
         base, fresh = load_pretrained(self.pretrained, self.task, config.model.pretrained, **quiet)
@@ -136,7 +136,7 @@ class Finetuning(Experiment[FinetuneConfig]):
             accelerator.print(fit)
         head = head_with_bias(base, fresh)
         if isinstance(data.train, WeightedExamples) and head is not None and (wanted == "prior" or self.fit_seconds):
-            with torch.no_grad():  # the classes' shares, weighted, are equal
+            with torch.no_grad():  # the weighted shares of the classes are equal
                 head.bias.add_(data.train.weights.log().to(head.bias))
         model: torch.nn.Module = build_model(base, config.method, config.train.seed, calibration)
         if self.stored is not None:
@@ -145,13 +145,13 @@ class Finetuning(Experiment[FinetuneConfig]):
         return model
 
     def schedule(self, per_epoch: int) -> Schedule:
-        """Whole epochs; the warm-up is a part of all steps. A head in closed form may be as good as it gets."""
+        """Return a schedule of whole epochs; a closed-form head is also scored before the first step."""
         fitted = getattr(self.config.method, "fit_head", False)  # not every program has it
         first = fitted and self.config.train.eval_every != "end"
         return replace(of_epochs(self.config.train, per_epoch), eval_first=first)
 
     def check_threshold(self, model: Any, accelerator: Any) -> None:
-        """Refuse train.choose_threshold where there is none to choose, or it could not be stored."""
+        """Refuse train.choose_threshold where there is no threshold to choose, or where it could not be stored."""
         labels, sharded = self.task.num_labels, accelerator.distributed_type.value == "FSDP"
         if self.task.problem_type == "single_label_classification" and labels == 2 and not sharded:
             if head_with_bias(model) is not None:
@@ -166,7 +166,7 @@ class Finetuning(Experiment[FinetuneConfig]):
     def settle(
         self, model: torch.nn.Module, data: Data, accelerator: Any, stopped: Callable[[], bool]
     ) -> dict[str, Any] | None:
-        """The threshold between two classes, if that is asked for."""
+        """Set the threshold between two classes, if asked for."""
         if self.trunk is not None:
             self.trunk.remove()
         if not getattr(self.config.train, "choose_threshold", False):  # not every program has it
@@ -181,7 +181,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         return {"threshold": threshold}
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """adapter/, bundle/ or model/; the score of the best checkpoint, and what the bundle costs."""
+        """Write adapter/, bundle/ or model/; return the score of the best checkpoint, and the cost of the bundle."""
         state, best = done.state, done.best
         metrics = done.test or best["metrics"]
         if self.config.output.save_model:
@@ -207,15 +207,15 @@ class Finetuning(Experiment[FinetuneConfig]):
         }
 
     def cost(self) -> dict[str, dict[str, int]]:
-        """See `cost_of`."""
+        """Return `cost_of` this run."""
         return cost_of(self.config, self.pretrained)
 
     def save(self, done: Finished, metrics: Mapping[str, float]) -> None:
-        """Write the trained model; `metrics` are for its card."""
+        """Write the trained model; `metrics` go into its card."""
         save_models(done.model, self.reader, self.config, done.folder, metrics, done.data.sizes)
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """The score, and that of the examples that chose the checkpoint, if they are others."""
+        """Return the score, and that on the examples held back to choose the checkpoint, if any."""
         start = figures.get("before_training")
         before = "" if start is None else f"before training {start['score']:.4f}, fitted in {start['seconds']:.0f} s; "
         if not done.test:
@@ -227,7 +227,7 @@ class Finetuning(Experiment[FinetuneConfig]):
 
 
 def _has(task: Any) -> str:
-    """What the examples of a task have, for messages."""
+    """Describe the labels of a task, for messages."""
     if task.tokens:
         return "tagged words"
     if task.label_names is None:
@@ -237,11 +237,11 @@ def _has(task: Any) -> str:
 
 
 def with_pooling(config: Any, task: Any) -> Any:
-    """The settings with what the pooler reads, as the record of the run must have it.
+    """Return the settings with `method.pooling` resolved, for the record of the run.
 
     Args:
-        config: with the sections model and method.
-        task: what the examples are; images have no tokens to take means of.
+        config: settings with the sections model and method.
+        task: the task; images have no tokens to average.
     """
     method = config.method
     is_asked = isinstance(method, PoolingSection) and method.pooling == "auto" and method.moves_pooler

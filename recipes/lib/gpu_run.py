@@ -1,4 +1,4 @@
-"""Running the steps of recipes/gpu.py one after the other, and telling what came of them."""
+"""Runs the steps of recipes/gpu.py one after the other and reports their results."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from snnk_peft.registry import did_you_mean
 
 
 def perform(name: str, plan: Plan, limit: float) -> dict[str, Any]:
-    """Run one step; returns its entry of metrics.json: status, seconds, and figures or the reason why there are none.
+    """Run one step; returns its entry of metrics.json: status, seconds, and figures or the reason for their absence.
 
     Args:
-        name: of the step.
-        plan: what was asked for.
-        limit: seconds that it may take.
+        name: name of the step.
+        plan: the options of the command line.
+        limit: time limit in seconds.
     """
     step, started = STEPS[name], time.perf_counter()
     entry: dict[str, Any] = {"step": name}
@@ -56,13 +56,13 @@ def perform(name: str, plan: Plan, limit: float) -> dict[str, Any]:
 
 
 def as_typed(command: Sequence[str], output: Path) -> str:
-    """A command as it would be typed in the repository: without the folders of this machine."""
+    """Return a command as it would be typed in the repository, without the folders of this machine."""
     shown = shlex.join(["python", *command[1:]])
     return shown.replace(f"{output}/", f"{output.name}/").replace(f"{ROOT}/", "")
 
 
 def out_of_reach(name: str, plan: Plan) -> str | None:
-    """Why a step cannot run on this machine, or None."""
+    """Return why a step cannot run on this machine, or None."""
     if STEPS[name].cards == 1 or plan.device == "cpu":
         return None
     found = torch.cuda.device_count()
@@ -70,7 +70,7 @@ def out_of_reach(name: str, plan: Plan) -> str | None:
 
 
 def ended_in_time(command: Sequence[str], log: Path, limit: float) -> int | None:
-    """Exit code of a command whose output goes to `log`; None if it was ended after `limit` seconds, children too."""
+    """Run a command, logged to `log`; return its exit code, or None if killed, with its children, at `limit`."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(
@@ -92,15 +92,15 @@ def ended_in_time(command: Sequence[str], log: Path, limit: float) -> int | None
 
 
 def verdict(log: Path) -> str:
-    """What a program said about its end: the last line that tells of an error, or the last one."""
+    """Return the last line of a log that reports an error, or else its last line."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    # A launcher has its say behind the program.
+    # A launcher writes more lines after the program has ended.
     errors = [line for line in lines if line.startswith(("error:", "FAILED"))]
     return (errors or lines or ["nothing"])[-1]
 
 
 def card(device: str) -> dict[str, Any]:
-    """Name, driver and sizes of the device."""
+    """Return name, driver, memory and versions of the device."""
     if device == "cpu":
         return {"name": "cpu", "count": 0, "torch": torch.__version__, "driver": None, "cuda": None}
     properties = torch.cuda.get_device_properties(0)
@@ -118,7 +118,7 @@ def card(device: str) -> dict[str, Any]:
 
 
 def in_short(entry: Mapping[str, Any]) -> str:
-    """A line for the table."""
+    """Summarise an entry in one line for the table."""
     figures = entry.get("figures")
     if figures is None:
         return str(entry["reason"])
@@ -146,7 +146,7 @@ def in_short(entry: Mapping[str, Any]) -> str:
 
 
 def show(entries: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Print the table."""
+    """Print the table of results."""
     table = Table("step", "status", "seconds", "result", title=title)
     for entry in entries:
         colour = {"passed": "green", "skipped": "yellow"}.get(entry["status"], "red")
@@ -156,13 +156,13 @@ def show(entries: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def run(device: str, small: bool, output: Path, names: Sequence[str] | None, limit: float | None) -> int:
-    """Run steps; returns the exit code, 0 where everything that can run here passed.
+    """Run steps; returns the exit code, 0 if everything that can run here passed.
 
     Args:
         device: "cuda" or "cpu".
-        small: sizes at which a processor is done in seconds.
+        small: use sizes that take seconds on a CPU.
         output: folder of all results.
-        names: of the steps; None for all.
+        names: names of the steps; None for all.
         limit: seconds per step instead of each one's own limit, or None.
     """
     if faults := [did_you_mean("step", name, list(STEPS)) for name in names or () if name not in STEPS]:

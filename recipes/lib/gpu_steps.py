@@ -1,4 +1,4 @@
-"""The steps of recipes/gpu.py: programs with their arguments, time limits and what is kept of their results."""
+"""The steps of recipes/gpu.py: programs with their arguments, time limits, and the results to keep."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from snnk_cli.files import read_json
 from snnk_peft.tasks.stdlib_docs import AREAS, load_sentences
 
 PROFILES = ROOT / "recipes/accelerate"
-ON_CPU = {"one_gpu.yaml": "cpu.yaml", "multi_gpu.yaml": "multi_cpu.yaml"}  # the profile in place of one for GPUs
+ON_CPU = {"one_gpu.yaml": "cpu.yaml", "multi_gpu.yaml": "multi_cpu.yaml"}  # profile for GPUs -> its substitute
 SAMPLE = "posrf-orf or relu-gaussian or bert-ffn or calibration or every_way_to_generate or from_the_processor"
 SIDE = 32  # pixels of an image
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What the command line asks for.
+    """The options of the command line.
 
     Args:
         device: "cuda" or "cpu".
-        small: sizes at which a processor is done in seconds.
+        small: use sizes that take seconds on a CPU.
         output: folder of all results.
     """
 
@@ -40,20 +40,20 @@ class Plan:
     output: Path
 
     def of(self, usual: Any, small: Any) -> Any:
-        """The size that goes with `--small`, or the usual one."""
+        """Return the size for `--small`, or the usual one."""
         return small if self.small else usual
 
 
 @dataclass(frozen=True)
 class Step:
-    """One program.
+    """A program to run.
 
     Args:
-        limit: seconds after which it is ended.
+        limit: seconds after which it is killed.
         command: its arguments, from the plan.
-        figures: what to keep of its results; raises ValueError if they are not what the step is for.
-        cards: GPUs that it needs, where the device is one.
-        prepare: writes what it reads.
+        figures: returns the results to keep; raises ValueError if they do not show what the step is for.
+        cards: number of GPUs it needs, if the device is a GPU.
+        prepare: writes its input files.
     """
 
     limit: int
@@ -67,7 +67,7 @@ class Step:
 
 
 def tests(plan: Plan) -> list[str]:
-    """Everything in tests/gpu."""
+    """Return the arguments that run everything in tests/gpu."""
     report = plan.output / "tests.xml"
     only = ["-k", SAMPLE] if plan.small else []
     return [
@@ -87,7 +87,7 @@ def tests(plan: Plan) -> list[str]:
 
 
 def test_figures(plan: Plan) -> dict[str, Any]:
-    """How many tests there were."""
+    """Return how many tests there were."""
     suite = next(ElementTree.parse(plan.output / "tests.xml").iter("testsuite"))
     found = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     if found["tests"] == found["skipped"]:
@@ -96,12 +96,12 @@ def test_figures(plan: Plan) -> dict[str, Any]:
 
 
 def training(name: str, profile: str, arguments: Callable[[Plan], Sequence[str]]) -> Callable[[Plan], list[str]]:
-    """finetune.py through `accelerate launch`, in bf16, with the results in a folder of the step's name.
+    """Run finetune.py through `accelerate launch` in bf16, with the results in a folder named after the step.
 
     Args:
-        name: of the step.
+        name: name of the step.
         profile: file in recipes/accelerate.
-        arguments: what else it is told.
+        arguments: further arguments.
     """
 
     def command(plan: Plan) -> list[str]:
@@ -120,7 +120,7 @@ def training(name: str, profile: str, arguments: Callable[[Plan], Sequence[str]]
 
 
 def training_figures(name: str) -> Callable[[Plan], dict[str, Any]]:
-    """Score, speed and memory of a run, which must have been where it was wanted."""
+    """Return score, speed and memory of a run, and check that it ran on the requested device."""
 
     def figures(plan: Plan) -> dict[str, Any]:
         report = read_json(plan.output / name / "metrics.json")
@@ -133,7 +133,7 @@ def training_figures(name: str) -> Callable[[Plan], dict[str, Any]]:
 
 
 def of_text(plan: Plan) -> list[str]:
-    """MiniLM on docstrings, in three epochs."""
+    """Return the arguments that train MiniLM on docstrings for three epochs."""
     data = plan.output / "data/text"
     return [
         str(ROOT / "recipes/configs/table.yaml"),
@@ -144,19 +144,19 @@ def of_text(plan: Plan) -> list[str]:
 
 
 def of_images(plan: Plan) -> list[str]:
-    """Adapters in a ViT with random weights, on generated images."""
+    """Return the arguments that train adapters in a ViT with random weights on generated images."""
     return [
         str(ROOT / "recipes/configs/cifar10/adapter.yaml"),
         f"model.name_or_path={plan.output / 'data/vit'}",
         f"data.dir={plan.output / 'data/images'}",
         "data.workers=0",
-        "augment.flip=0",  # a mirrored wave is one of another class
+        "augment.flip=0",  # a mirrored wave belongs to another class
         *(f"train.epochs={plan.of(3, 1)}", f"train.batch_size={plan.of(64, 8)}"),
     ]
 
 
 def prepare_text(plan: Plan) -> None:
-    """Once for all steps that read it."""
+    """Write the texts, once for all steps that read them."""
     folder = plan.output / "data/text"
     if not folder.exists():
         folder.mkdir(parents=True)
@@ -164,14 +164,14 @@ def prepare_text(plan: Plan) -> None:
 
 
 def prepare_images(plan: Plan) -> None:
-    """Images and the model."""
+    """Write the images and the model."""
     (plan.output / "data/images").mkdir(parents=True)
     write_pictures(plan.output / "data/images", plan.of(100, 2))
     write_vit(plan.output / "data/vit", plan.of(6, 1))
 
 
 def attention(plan: Plan) -> list[str]:
-    """From 4k to 64k tokens."""
+    """Return the arguments of benchmarks/attention.py for 4k to 64k tokens."""
     lengths = plan.of([4096, 8192, 16384, 32768, 65536], [128])
     return [
         str(ROOT / "recipes/benchmarks/attention.py"),
@@ -182,7 +182,7 @@ def attention(plan: Plan) -> list[str]:
 
 
 def kernels(plan: Plan) -> list[str]:
-    """Of all lengths, with a plot beside the figures."""
+    """Return the arguments of benchmarks/attention_on_gpu.py at all lengths, which also writes a plot."""
     small = ["--lengths", "64", "--batch-sizes", "1", "--compiled"]
     return [
         str(ROOT / "recipes/benchmarks/attention_on_gpu.py"),
@@ -192,11 +192,11 @@ def kernels(plan: Plan) -> list[str]:
 
 
 def adapter_step(name: str, model: str, small_model: str) -> Step:
-    """At the sizes that are measured on a processor, and its own.
+    """Build the step of benchmarks/adapter_step.py, at the sizes that are also measured on a CPU.
 
     Args:
-        name: of the step.
-        model: as `adapter_step.py --model`.
+        name: name of the step.
+        model: value of `adapter_step.py --model`.
         small_model: the same with `--small`.
     """
 
@@ -213,7 +213,7 @@ def adapter_step(name: str, model: str, small_model: str) -> Step:
 
 
 def pairs(plan: Plan) -> list[str]:
-    """Of the length and batch of the Long Range Arena."""
+    """Return the arguments of the `pairs` section of benchmarks/attention.py, with LRA's length and batch size."""
     return [
         str(ROOT / "recipes/benchmarks/attention.py"),
         *("--sections", "pairs", "--device", plan.device, "--batch-size", plan.of("32", "1")),
@@ -223,7 +223,7 @@ def pairs(plan: Plan) -> list[str]:
 
 
 def file_figures(name: str, *keys: str) -> Callable[[Plan], dict[str, Any]]:
-    """These entries of a JSON file that a benchmark wrote."""
+    """Return a function that reads these entries of a JSON file written by a benchmark."""
 
     def figures(plan: Plan) -> dict[str, Any]:
         report = read_json(plan.output / name)
@@ -249,15 +249,15 @@ STEPS: dict[str, Step] = {
 }
 
 
-# --- small data that need no download, on which a GPU shows whether training works ---------------------------------
+# --- small data without a download, enough to show whether training works on a GPU ---------------------------------
 
 
 def write_texts(folder: Path, rows: int) -> None:
-    """train.csv and eval.csv with the columns text and label: docstrings of Python's standard library, by area.
+    """Write train.csv and eval.csv with the columns text and label: docstrings of Python's standard library, by area.
 
     Args:
-        folder: is there.
-        rows: of train.csv at most; eval.csv has a quarter of that at most.
+        folder: an existing folder.
+        rows: most rows of train.csv; eval.csv has at most a quarter of that.
     """
     for name, sentences, most in zip(("train", "eval"), load_sentences(), (rows, max(1, rows // 4)), strict=True):
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
@@ -267,11 +267,11 @@ def write_texts(folder: Path, rows: int) -> None:
 
 
 def write_pictures(folder: Path, per_class: int) -> None:
-    """{train,test}/CLASS/NUMBER.png in the layout of task cifar10: waves, whose direction and colour are the class.
+    """Write {train,test}/CLASS/NUMBER.png in the layout of task cifar10: waves with a direction and colour per class.
 
     Args:
-        folder: is there.
-        per_class: training images of each class; a quarter of that for the test.
+        folder: an existing folder.
+        per_class: training images per class; the test split has a quarter of that.
     """
     classes = TASKS["cifar10"].label_names
     draw = np.random.default_rng(0)
@@ -290,11 +290,11 @@ def write_pictures(folder: Path, per_class: int) -> None:
 
 
 def write_vit(folder: Path, layers: int) -> None:
-    """A vision transformer with random weights for images of this size, and its image processor.
+    """Write a vision transformer with random weights for images of this size, and its image processor.
 
     Args:
-        folder: is made.
-        layers: of 192 numbers and 3 heads, as ViT-Ti has them.
+        folder: folder to create.
+        layers: number of layers, of width 192 with 3 heads as in ViT-Ti.
     """
     torch.manual_seed(0)
     sizes = {"hidden_size": 192, "num_hidden_layers": layers, "num_attention_heads": 3, "intermediate_size": 768}

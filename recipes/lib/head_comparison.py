@@ -22,17 +22,17 @@ from snnk_peft.solvers.ridge import closed_form_head
 
 
 class ClosedForm(Finetuning):
-    """The AdamW head is what is trained; the report fits the one in closed form beside it."""
+    """Experiment that trains a head with AdamW; its report fits the closed-form head for comparison."""
 
     settings, program = ClosedFormConfig, "closed_form.py"
 
     @property
     def method(self) -> str:
-        """component-number of features."""
+        """Component and number of features, joined by a hyphen."""
         return f"{self.config.method.component}-{self.config.method.num_features}"
 
     def data(self, accelerator: Any) -> Data:
-        """The features of the task's rows under a frozen encoder."""
+        """Compute the features of the task's rows with a frozen encoder."""
 
         config, texts = self.config, super().data(accelerator)
         torch.manual_seed(config.train.seed)
@@ -50,7 +50,7 @@ class ClosedForm(Finetuning):
         return Data(Vectors(texts.train, encode, "encode train"), splits)
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The same head, not yet trained; the other is fitted here, where all processes are, each on its share."""
+        """Return the untrained head; the closed-form one is fitted here, on every process's share of the examples."""
 
         plan = [indices for step in self.texts.plan(64, self.config.train, epoch=0) for indices in step]
         mine = plan[accelerator.process_index :: accelerator.num_processes]
@@ -58,7 +58,7 @@ class ClosedForm(Finetuning):
         return Head(self.head.in_features, self.head.out_features)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """Both heads, and how far the closed form is from scikit-learn's."""
+        """Report both heads, and the difference of the closed form from scikit-learn's Ridge."""
 
         fit = self.fit
         weight, train = self.head.weight.detach().double(), done.data.train
@@ -87,7 +87,7 @@ class ClosedForm(Finetuning):
         }
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """Both heads as a table."""
+        """Return both heads as a table."""
         rows = [
             [f"{value:.4f}" if isinstance(value, float) else value for value in row.values()] for row in figures["rows"]
         ]

@@ -27,13 +27,13 @@ from snnk_peft.heads.fitted import FittedHead, expected_calibration_error
 from snnk_peft.model_card import write_model_card
 from snnk_peft.tasks.texts import batches_by_length, drawn
 
-STATISTICS, RECORD = "statistics.safetensors", "head.json"  # what was fitted, written before the first checkpoint
+STATISTICS, RECORD = "statistics.safetensors", "head.json"  # the fitted head, written before the first checkpoint
 PLOT = "score_over_seconds.png"
 SAMPLE = 512  # training examples whose leave-one-out scores are reported
 
 
 class FitHead(Finetuning):
-    """There is no training: the model is fitted when it is made."""
+    """Experiment without training: the head is fitted when the model is built."""
 
     settings, program = FitHeadConfig, "fit_head.py"
     paths = (("method", "beside"),)
@@ -42,15 +42,15 @@ class FitHead(Finetuning):
 
     @property
     def method(self) -> str:
-        """In words."""
+        """The name of the method."""
         return "head in closed form"
 
     @property
     def choose_share(self) -> None:
-        """There is no epoch to choose."""
+        """None: there is no epoch to choose."""
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """A bundle with the fitted head; of a run that was stopped, from what it had counted."""
+        """Return a bundle with the fitted head; for a resumed run, from the saved statistics."""
         config, task = self.config.method, self.task
         base, _ = load_pretrained(self.pretrained, task)
         self.modality.check(base, self.reader, self.config.data)
@@ -81,7 +81,7 @@ class FitHead(Finetuning):
         return made
 
     def _pairs(self, base: Any, data: Data, accelerator: Any) -> bool:
-        """Whether the examples are pairs of texts that the head can tell apart."""
+        """Return whether the examples are pairs of texts that the head can tell apart."""
         if not data.train.pairs or "token_type_ids" in data.train.batch([0]) or separator_of(base.config) is not None:
             return data.train.pairs
         accelerator.print(
@@ -93,7 +93,7 @@ class FitHead(Finetuning):
     def _fitted(
         self, head: ClosedFormHead, empty: Callable[[], ClosedFormHead], data: Data, accelerator: Any
     ) -> dict[str, Any]:
-        """Count all examples, a share at a time, and fit after each; returns what is written about it."""
+        """Accumulate all examples, a share at a time, and fit after each; returns the record of the fit."""
         config = self.config
         size, rank, world = config.train.eval_batch_size, accelerator.process_index, accelerator.num_processes
         shares = _shares(data.train.lengths, config.method.points, config.train.seed, size)
@@ -109,7 +109,7 @@ class FitHead(Finetuning):
             read = time.perf_counter()
             fitted = _fit(head, number == len(shares))
             reading += read - start
-            seconds = reading + time.perf_counter() - read  # who stops here has fitted nothing before
+            seconds = reading + time.perf_counter() - read  # stopping here would have needed only this fit
             scores = {name: self.task.compute(fitted.scores(x).float(), y) for name, (x, y) in held.items()}
             found = self.task.summarize(scores)
             points.append({"examples": head.statistics.count, "seconds": seconds, "score": found["score"]})
@@ -117,7 +117,7 @@ class FitHead(Finetuning):
         return {"points": points, "fit": report, **self._honesty(head, held, data)}
 
     def _honesty(self, head: ClosedFormHead, held: Mapping[str, Any], data: Data) -> dict[str, Any]:
-        """Scores that the training examples foretell, and how far probabilities are from frequencies."""
+        """Return the leave-one-out scores of training examples, and the expected calibration error."""
 
         fitted = head.fitted
         assert fitted is not None
@@ -132,7 +132,7 @@ class FitHead(Finetuning):
         return told
 
     def schedule(self, per_epoch: int) -> Schedule:
-        """No steps."""
+        """Return a schedule without steps."""
         return Schedule(total=0, eval_every=1, rate=lambda step, position: 0.0, eval_first=True)
 
     def score(
@@ -142,7 +142,7 @@ class FitHead(Finetuning):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Of the bundle; before that, what was fitted is written, because `--resume` does not repeat it."""
+        """Score the bundle, after writing the record of the fit, which `--resume` does not repeat."""
         if self.record is not None and accelerator.is_main_process:
             folder = Path(self.config.output.dir)
             with writing(folder / STATISTICS):
@@ -152,7 +152,7 @@ class FitHead(Finetuning):
         return super().score(model, splits, accelerator, stopped)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """bundle/, the plot, and what was found."""
+        """Write bundle/, and return the scores and the record of the fit."""
         record = read_json(done.folder / RECORD)
         model, reader = done.model, self.reader
         card = card_of(self.config, self.task, done.best["metrics"], done.data.sizes)
@@ -174,7 +174,7 @@ class FitHead(Finetuning):
         }
 
     def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
-        """Scores over seconds, ours and those of the runs beside it."""
+        """Plot scores over seconds, of this head and of the runs in `method.beside`."""
         record = read_json(file.parent / RECORD)
         lines = {"head in closed form": [(point["seconds"], point["score"]) for point in record["points"]]}
         for folder in map(Path, self.config.method.beside or []):
@@ -183,7 +183,7 @@ class FitHead(Finetuning):
         score_over_seconds(lines, file.with_name(PLOT), self.title)
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """Points as a table."""
+        """Return the points as a table."""
         rows = [
             [f"{point['examples']:,}", f"{point['seconds']:.1f}", f"{point['score']:.4f}"]
             for point in figures["points"]
@@ -198,7 +198,7 @@ class FitHead(Finetuning):
 
 
 def _fit(head: ClosedFormHead, all_counted: bool) -> FittedHead:
-    """What may be wrong with the first examples (a class that comes later) says nothing about all of them."""
+    """Fit the head; warnings that concern only the first examples (such as a missing class) are silenced."""
     with warnings.catch_warnings():
         if not all_counted:
             warnings.simplefilter("ignore", NumericalWarning)
@@ -206,15 +206,15 @@ def _fit(head: ClosedFormHead, all_counted: bool) -> FittedHead:
 
 
 def _shares(lengths: Sequence[int], points: int, seed: int, size: int) -> list[list[list[int]]]:
-    """Batches of the first n/2^k examples in drawn order, then of the next as many, then of twice as many, ..."""
+    """Split the drawn order into batches: of the first n/2^k examples, of as many more, of twice as many, ..."""
     order = drawn(len(lengths), len(lengths), seed)
-    ends = sorted({max(2, len(order) >> power) for power in range(points)})  # one example is no head
+    ends = sorted({max(2, len(order) >> power) for power in range(points)})  # one example is too few for a head
     starts = [0, *ends[:-1]]
     return [batches_by_length(lengths, order[start:end], size) for start, end in zip(starts, ends, strict=True)]
 
 
 def _read(head: ClosedFormHead, examples: ExampleSet, size: int, title: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the head reads of all examples, and their labels."""
+    """Return the vectors that the head reads from all examples, and their labels."""
     found = []
     for indices in bar(list(examples.by_length(size)), title):
         batch = examples.batch(indices)
@@ -225,7 +225,7 @@ def _read(head: ClosedFormHead, examples: ExampleSet, size: int, title: str) -> 
 
 
 def _evaluations(folder: Path, figures: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """(seconds of training, score) of a run of finetune.py; its last alone, where it held back rows for the others."""
+    """Return (seconds of training, score) of a finetune.py run; only the last if the others used held-back rows."""
     if "score_held_back" in figures:
         return [(figures["train_seconds"], figures["score"])]
     rows = [row for row in read_log(folder / "log.jsonl") if "score" in row]

@@ -14,7 +14,7 @@ from snnk_cli.settings import FinetuneConfig, PoolingSection, RunOutput, StepSet
 
 @dataclass
 class FitHeadSection:
-    """What the head reads."""
+    """The features that the head reads."""
 
     views: list[list[int | str]] | None = option(
         None,
@@ -31,7 +31,7 @@ class FitHeadSection:
 
 @dataclass
 class FitHeadConfig(FinetuneConfig):
-    """Everything this recipe reads; of `train` only sizes of batches, number format and seed matter."""
+    """All settings of this recipe; of `train` only batch sizes, precision and seed matter."""
 
     output: RunOutput
     method: FitHeadSection = field(default_factory=FitHeadSection)
@@ -48,7 +48,7 @@ class ClosedFormSection(PoolingSection):
 
 @dataclass
 class ClosedFormConfig(FinetuneConfig):
-    """Everything this recipe reads."""
+    """All settings of this recipe."""
 
     output: RunOutput
     method: ClosedFormSection = field(default_factory=ClosedFormSection)

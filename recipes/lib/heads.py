@@ -1,4 +1,4 @@
-"""A linear head on a frozen encoder: every example is encoded once, and the head alone is trained."""
+"""A linear head on a frozen encoder: every example is encoded once, and only the head is trained."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from snnk_cli.terminal import bar
 
 
 class Vectors(ExampleSet):
-    """What a frozen encoder makes of examples.
+    """Examples encoded once by a frozen encoder.
 
     Args:
         examples: texts with one label each.
         encode: model inputs of a batch -> (batch, width).
-        title: of the progress bar.
+        title: title of the progress bar.
 
     Attributes:
         vectors: (n, width), in the order of the examples.
-        seconds: that encoding took.
+        seconds: seconds that encoding took.
     """
 
     def __init__(self, examples: ExampleSet, encode: Callable[[dict[str, torch.Tensor]], torch.Tensor], title: str):
@@ -38,17 +38,17 @@ class Vectors(ExampleSet):
         self.seconds = time.perf_counter() - start
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """Inputs of `Head`."""
+        """Return the inputs of `Head`."""
         chosen = list(indices)
         return {"vectors": self.vectors[chosen].to(device), "labels": self.labels[chosen].to(device)}
 
     def fingerprint(self) -> str:
-        """That of the examples: vectors differ in their last bits from one number of threads to another."""
+        """Return the fingerprint of the examples, because the vectors' last bits depend on the number of threads."""
         return self._examples.fingerprint()
 
 
 class Head(nn.Module):
-    """A Linear that begins with zeros, and the loss of its labels: squared error of numbers, else cross-entropy."""
+    """A zero-initialised Linear with its loss: squared error for float labels, else cross-entropy."""
 
     def __init__(self, width: int, outputs: int):
         super().__init__()
@@ -57,7 +57,7 @@ class Head(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, vectors: torch.Tensor, labels: torch.Tensor | None = None) -> SequenceClassifierOutput:
-        """Logits (batch, outputs), in float32 whatever the number format of the run: the encoder is not part of it."""
+        """Return logits (batch, outputs) in float32, whatever the run's precision: the encoder is not part of it."""
         with torch.autocast(vectors.device.type, enabled=False):
             logits = self.linear(vectors)
             if labels is None:

@@ -1,4 +1,4 @@
-"""The launches of the package's Triton kernels as data: to compile them without a GPU, to time each in other sizes."""
+"""The launches of the package's Triton kernels as data, to compile them without a GPU or time them in other sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH, SINKS = 64, 4
 
 
 class Launch(NamedTuple):
-    """One launch; `name` is that of its sizes in launching.TABLE, or "combine"."""
+    """A kernel launch; `name` is the key of its sizes in launching.TABLE, or "combine"."""
 
     name: str
     kernel: Any
@@ -36,7 +36,7 @@ class Launch(NamedTuple):
 
 
 class _Watched:
-    """Stands in for a kernel."""
+    """A stand-in for a kernel that records its launches."""
 
     def __init__(self, name: str, kernel: Any, found: list[Launch], runs: bool):
         self._name, self._kernel, self._found, self._runs = name, kernel, found, runs
@@ -57,7 +57,7 @@ def _of_causal(options: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def watched(runs: bool) -> Iterator[list[Launch]]:
-    """Collect launches, which are carried out or not."""
+    """Record kernel launches inside the context; with `runs` they are also executed."""
     found: list[Launch] = []
     with contextlib.ExitStack() as stack:
         for module, names in (
@@ -89,18 +89,18 @@ def every_launch(
     device: str, dtype: torch.dtype, length: int, *, m: int = FEATURES, d: int = DIM, learned: bool = False,
     masked: bool = False,
 ) -> list[Launch]:  # fmt: skip
-    """Of a forward and backward pass, not causal, causal and joint, of one sequence, and of one token behind it.
+    """Collect launches of attention on one sequence: forward and backward (not causal, causal, joint), and decoding.
 
-    On the meta device nothing runs.
+    On the meta device, nothing is executed.
 
     Args:
-        device: "meta", or where the kernels run.
-        dtype: of queries, keys and values.
+        device: "meta", or the device on which the kernels run.
+        dtype: dtype of queries, keys and values.
         length: tokens.
-        m: features.
-        d: columns of queries, keys and values.
-        learned: with gradients of the rows.
-        masked: with a mask.
+        m: number of features.
+        d: dimension of queries, keys and values.
+        learned: also compute gradients of the rows.
+        masked: use a mask.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -129,17 +129,17 @@ def every_linear_launch(
     device: str, dtype: torch.dtype, length: int, *, m: int = FEATURES, d: int = DIM, scaled: bool = False,
     masked: bool = False, values: torch.dtype | None = None,
 ) -> list[Launch]:  # fmt: skip
-    """The same over features that are loaded.
+    """Collect the same launches for precomputed features.
 
     Args:
-        device: "meta", or where the kernels run.
-        dtype: of features.
+        device: "meta", or the device on which the kernels run.
+        dtype: dtype of the features.
         length: tokens.
-        m: features.
-        d: columns of values.
-        scaled: with scales of keys, and their gradients.
-        masked: with a mask.
-        values: their dtype, if it is another.
+        m: number of features.
+        d: dimension of the values.
+        scaled: use scales of keys and compute their gradients.
+        masked: use a mask.
+        values: dtype of the values, if it differs.
     """
     q, k = (torch.rand(1, HEADS, length, m, device=device).to(dtype) for _ in range(2))
     v, g = (torch.randn(1, HEADS, length, d, device=device).to(values or dtype) for _ in range(2))
@@ -164,15 +164,15 @@ class _Gelu:
 def every_adapter_launch(
     device: str, dtype: torch.dtype, tokens: int, *, m: int = 16, dim: int = 768, learned: bool = False
 ) -> list[Launch]:
-    """Of a training step of an adapter with inputs in fp32, as under autocast.
+    """Collect the launches of an adapter's training step with inputs in fp32, as under autocast.
 
     Args:
-        device: "meta", or where the kernels run.
-        dtype: of products.
+        device: "meta", or the device on which the kernels run.
+        dtype: dtype of the matrix products.
         tokens: rows of the input.
-        m: features.
-        dim: columns of input and output.
-        learned: with gradients of the rows, which are then not of normalised inputs, and of a bias.
+        m: number of features.
+        dim: dimension of input and output.
+        learned: also compute gradients of the rows, whose inputs are then not normalised, and of a bias.
     """
     x, g = (torch.randn(tokens, dim, device=device) for _ in range(2))
     matrix, low = torch.randn(dim, m, device=device), torch.randn(m, dim, device=device).to(dtype)
@@ -187,7 +187,7 @@ def every_adapter_launch(
 
 @contextlib.contextmanager
 def parts_of(tokens: int) -> Iterator[None]:
-    """Within it every sequence is cut into parts of so many tokens."""
+    """Cut every sequence into parts of `tokens` tokens inside the context."""
     kinds = dict.fromkeys(launching.FEWEST, tokens)
     with mock.patch.dict(launching.FEWEST, kinds), mock.patch.dict(launching.LONGEST, kinds):
         yield

@@ -1,4 +1,4 @@
-"""What the quickstart reads, measures and shows.
+"""Data, measurements and output of the quickstart.
 
 It reads film reviews or, where these cannot be fetched, docstrings of Python itself.
 """
@@ -40,16 +40,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What the quickstart learns.
+    """The sentences and labels that the quickstart trains on.
 
     Attributes:
         task: name in `data.TASKS`.
-        title: what is asked about a sentence, for the figure and the model card.
+        title: the question about a sentence, for the figure and the model card.
         labels: names of the classes.
-        unseen: what tells the test half from the training half.
+        unseen: description of what is new in the test half.
         train: examples to learn from.
-        test: examples to be judged by.
-        new: sentences that are in no data set, for the finished model.
+        test: examples to test on.
+        new: sentences from outside the data set, for the finished model.
     """
 
     task: str
@@ -62,7 +62,7 @@ class Corpus:
 
 
 class Rows:
-    """Sentences as `Examples` reads them. The library `datasets` is not among what the quickstart installs."""
+    """Sentences in the format that `Examples` reads, without `datasets`, which the quickstart does not install."""
 
     column_names = ("sentence1", "label")
 
@@ -77,7 +77,7 @@ class Rows:
 
 
 def load_corpus(say: Callable[[str], object]) -> Corpus:
-    """Film reviews; the docstring task if they cannot be fetched, which `say` is then told with the reason."""
+    """Load film reviews, or the docstring task if they cannot be fetched; `say` is then called with the reason."""
     try:
         return film_corpus()
     except film_reviews.DownloadError as error:
@@ -89,7 +89,7 @@ def load_corpus(say: Callable[[str], object]) -> Corpus:
 
 
 def film_corpus() -> Corpus:
-    """Is a sentence of a film review positive or negative?"""
+    """Load the task of telling positive from negative sentences of film reviews."""
     train, test = ([Example(s.text, s.label) for s in half] for half in film_reviews.load_sentences())
     return Corpus(
         task="film_reviews",
@@ -107,7 +107,7 @@ def film_corpus() -> Corpus:
 
 
 def docstring_corpus() -> Corpus:
-    """Which area of the standard library does a sentence of a docstring describe?"""
+    """Load the task of telling which area of the standard library a docstring sentence describes."""
     train, test = ([Example(s.text, s.area) for s in half] for half in stdlib_docs.load_sentences())
     area = stdlib_docs.AREAS.index
     return Corpus(
@@ -140,7 +140,7 @@ print(json.dumps(classify(given["texts"], **given["cut"])))
 
 @torch.no_grad()
 def quicker_precision(model: nn.Module, batch: dict[str, torch.Tensor]) -> str:
-    """Setting train.mixed_precision: bf16 is twice as fast as no (float32) on some processors, far slower on others."""
+    """Choose train.mixed_precision: bf16 is twice as fast as no (float32) on some CPUs, far slower on others."""
     seconds = {}
     for precision in ("no", "bf16"):
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
@@ -153,7 +153,7 @@ def quicker_precision(model: nn.Module, batch: dict[str, torch.Tensor]) -> str:
 
 @torch.no_grad()
 def latencies(models: Sequence[nn.Module], shape: tuple[int, int], repetitions: int) -> list[float]:
-    """Median milliseconds of one batch of `shape` (batch, tokens) for each model.
+    """Measure the median milliseconds of one batch of `shape` (batch, tokens) for each model.
 
     The models take turns, so a busy moment of the machine hits all of them.
     """
@@ -169,17 +169,17 @@ def latencies(models: Sequence[nn.Module], shape: tuple[int, int], repetitions: 
 
 
 def weight_bytes(folder: Path) -> int:
-    """Bytes of the weight files that `save_pretrained` wrote."""
+    """Return the bytes of the weight files that `save_pretrained` wrote."""
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 
 def numbers(model: nn.Module) -> int:
-    """Parameters and floating-point buffers: frozen matrices of feature maps are buffers."""
+    """Count parameters and floating-point buffers: frozen matrices of feature maps are buffers."""
     return sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
 
 
 def reload_in_fresh_process(folder: Path, texts: list[str]) -> list[dict[str, float]]:
-    """Class probabilities of each text from `pipeline(...)` in a new Python."""
+    """Return class probabilities of each text from `pipeline(...)` in a new Python process."""
     given = json.dumps({"folder": str(folder), "texts": texts, "cut": CUT})
     done = subprocess.run([sys.executable, "-c", RELOAD], input=given, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -188,7 +188,7 @@ def reload_in_fresh_process(folder: Path, texts: list[str]) -> list[dict[str, fl
 
 
 def command_to_try(folder: Path) -> str:
-    """A command for the shell that classifies a sentence with the bundle in `folder`."""
+    """Return a shell command that classifies a sentence with the bundle in `folder`."""
     code = (
         "import snnk_peft; from transformers import pipeline; "
         f'print(pipeline("text-classification", {json.dumps(str(folder))})("Write your own sentence here."))'
@@ -202,14 +202,14 @@ COLORS = ("#9aa5b1", "#6b9e78", "#3b82c4", "#e07a3f")
 
 @dataclass(frozen=True)
 class Row:
-    """One model of the comparison.
+    """A model in the comparison.
 
     Attributes:
-        name: what it is.
-        correct: test sentences labelled correctly.
-        total: test sentences.
-        trained_parameters: numbers changed by gradient descent.
-        parameters: numbers the model needs to run, frozen matrices included.
+        name: name of the model.
+        correct: number of test sentences labelled correctly.
+        total: number of test sentences.
+        trained_parameters: number of trained parameters.
+        parameters: number of parameters needed to run the model, including frozen matrices.
         bytes: size of the weight files it needs to run.
         latency_ms: median milliseconds of one batch.
     """
@@ -237,7 +237,7 @@ class Row:
 
 
 def comparison(rows: Sequence[Row], unseen: str) -> Table:
-    """The rows as a table for the terminal; speed-up is against the first row, `unseen` says what is in the test."""
+    """Format the rows as a table for the terminal, with speed-ups over the first row; `unseen` names the test set."""
     table = Table(title=f"accuracy on {unseen} (95 %), median latency of one batch", box=SIMPLE)
     for column in ("", "accuracy", "trained", "weights", "latency", "speed-up"):
         table.add_column(column, justify="right" if column else "left")
@@ -255,7 +255,7 @@ def comparison(rows: Sequence[Row], unseen: str) -> Table:
 
 
 def predictions(texts: Sequence[str], labels: Sequence[str], scores: Sequence[dict[str, float]]) -> Table:
-    """Text, true label and best score, one line each; a wrong label is red."""
+    """Format text, true label and best score, one line each; a wrong label is red."""
     table = Table(
         title="pipeline('text-classification') on the bundle, in a fresh process", box=SIMPLE, show_lines=True
     )
@@ -269,11 +269,11 @@ def predictions(texts: Sequence[str], labels: Sequence[str], scores: Sequence[di
 
 
 def draw(rows: Sequence[Row], title: str, unseen: str, batch: str, chance: float, file: Path) -> None:
-    """Accuracy, latency and size of the models side by side.
+    """Plot accuracy, latency and size of the models side by side.
 
     Args:
         rows: the models, at most four.
-        title: of the figure.
+        title: title of the figure.
         unseen: what the accuracy is of, e.g. "unseen sentences".
         batch: what the latency is of, e.g. "32 × 64 tokens".
         chance: accuracy of guessing.

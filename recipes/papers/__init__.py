@@ -1,1 +1,1 @@
-"""The experiments of the papers: studies, claims, programs of their own, and what only they need."""
+"""The experiments of the papers: studies, claims, their own programs and shared code."""

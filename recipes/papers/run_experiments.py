@@ -1,16 +1,16 @@
-"""Fill the tables of the papers' experiments as far as the time allows; start it again to go on.
+"""Run the papers' experiments and fill their tables as far as the time allows; start it again to continue.
 
     make experiments ARGS="--minutes 60"
     python recipes/papers/run_experiments.py --minutes 480 --data path/to/data --seeds 0 1 2
     python recipes/papers/run_experiments.py --only snnk lowrank
     python recipes/papers/run_experiments.py --minutes 6000 --data path/to/data --model path/to/encoder --into mine
 
-`--data` holds folders of official files: glue, cifar10, imdb, mnist, covtype, higgs, hepmass; what needs an absent one
-is left out and named. All share the time: each program and sweep gets an equal part of what is left; runs that are not
-done then save themselves, and what one does not need is left to the others. What has its metrics.json, also those
-stored in this repository, is not repeated: with `--into FOLDER`, which is then laid out as the repository is,
-everything is measured anew. Then the pages in model_cards/ are rendered from all reports there are, and last the page
-of claims and verdicts, by table_papers.py, and the README's table, by table_results.py.
+`--data` holds folders of official files: glue, cifar10, imdb, mnist, covtype, higgs, hepmass; experiments
+whose folder is missing are skipped with a note. All share the time: each program and sweep gets an equal part of what
+is left; unfinished runs then save themselves, and unused time is left to the others. Experiments with a metrics.json,
+including those stored in this repository, are not repeated: with `--into FOLDER`, which is then laid out like the
+repository, everything is measured anew. Then the pages in model_cards/ are rendered from all reports, and
+finally the page of claims and verdicts, by table_papers.py, and the README's table, by table_results.py.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Step(NamedTuple):
     """A sweep and its page.
 
     Args:
-        study: its name, also below runs and model_cards.
-        data: folder below `--data` that it cannot do without, given as data.dir; None if there is none.
-        settings: of every run, before the options of the sweep.
-        options: of the sweep.
-        takes_data: it looks for several folders itself and is given `--data` as it is, where there is one.
+        study: name of the study, also below runs and model_cards.
+        data: required folder below `--data`, passed as data.dir; None if there is none.
+        settings: settings of every run, before the options of the sweep.
+        options: options of the sweep.
+        takes_data: whether it needs several folders and gets `--data` unchanged, if given.
     """
 
     study: str
@@ -54,15 +54,15 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A measurement of its own, which is no sweep: a stopped one begins anew, unless it says otherwise.
+    """A measurement that is not a sweep: if stopped, it begins anew, unless it says otherwise.
 
     Args:
-        file: below recipes/; its results are in results/<name>/metrics.json beside it.
-        options: further ones.
-        of: what it is given: "model", `--model` and `--data`; "cards", the reports in model_cards; "runs", the runs
-            themselves; None if nothing.
-        patterns: of the files of reports, or of the runs.
-        made_of: the entry of its figures that has one item for each of these.
+        file: program file below recipes/; its results are in results/<name>/metrics.json beside it.
+        options: further options.
+        of: its input: "model", `--model` and `--data`; "cards", the reports in model_cards; "runs", the runs
+            themselves; None for none.
+        patterns: patterns of the report files or the runs.
+        made_of: the entry of its figures with one item per report or run.
     """
 
     file: str
@@ -72,33 +72,35 @@ class Program(NamedTuple):
     made_of: str = ""
 
     def metrics(self, into: Path) -> Path:
-        """Where its figures are."""
+        """Return the file of its figures."""
         file = Path(self.file)
         return into / "recipes" / file.parent / "results" / file.stem / "metrics.json"
 
     def output(self, into: Path) -> Path:
-        """What it is given as `--output`: experiments their folder; benchmarks, which write whenever a part is done, a
-        file that becomes metrics.json at the end."""
+        """Return its `--output`: for experiments their folder, for benchmarks a file.
+
+        Benchmarks write the file whenever a part is done; it becomes metrics.json at the end.
+        """
         file = self.metrics(into)
         return file.with_name("begun.json") if self.file.startswith("benchmarks/") else file.parent
 
 
-# Half of what the benchmark reads of a review, a quarter of an hour a run: softmax on all of it fills a small machine.
+# Half of the benchmark's length, 15 minutes per run: softmax on all of it exhausts the memory of a small machine.
 REVIEWS = ("train.max_cpu_minutes=15", "train.schedule=constant", "train.warmup_steps=50", "train.learning_rate=1e-3")
 REVIEWS += ("train.batch_size=16", "train.eval_every=200", "model.attention_dropout=0", "data.max_length=2000")
 REVIEWS += ("data.max_validation_samples=500", "data.max_test_samples=4000")
 LONG = ("softmax", "posrf_orf", "posrf_mm", "saderf_orf", "posrf_fastfood_learned")
 SMALL_PICTURES = ("train.epochs=8", "train.batch_size=50", "data.max_train_samples=2500", "data.max_eval_samples=2000")
-# A part of the grid, one or two minutes a run: all of it is the study.
+# A part of the grid, one or two minutes per run; the study has all of it.
 UPTRAINING = ("train.epochs=2", "data.max_train_samples=2000")
 UPTRAINED = (
     *("--tasks", "mrpc", "--methods", "full", *(f"top{k}_m8_{start}" for k in (3, 6) for start in ("paper", "fitted"))),
     *("pooler_frozen", "pooler_dense", "pooler_cos", "pooler_tanh", "adapter_relu"),
 )
-# Small pieces and short windows: more steps in ten CPU minutes of pretraining. Half a minute for each fine-tuning.
+# A small vocabulary and short windows give more steps in ten CPU minutes of pretraining; half a minute per fine-tuning.
 KERNELS = ("train.max_cpu_minutes=10", "train.batch_size=16", "data.max_length=64", "data.vocabulary=2000")
 KERNELS += ("finetune.data.max_length=64", "finetune.data.max_train_samples=2000")
-# The paper's mixtures, over positive and trigonometric features, and what does not learn.
+# The paper's mixtures, over positive and trigonometric features, and kernels that are not learned.
 SPARSITY = ("--tasks", "sparsity_10", "sparsity_90", "--methods", "softmax", "posrf_orf", "posrf_gmm", "trigrf_gmm")
 STEPS = {
     "snnk": Step("snnk", takes_data=True),
@@ -121,7 +123,7 @@ PROGRAMS = {
     "attention_estimates": Program("papers/programs/attention_estimates.py", of="model"),
     "lowrank_init": Program("benchmarks/lowrank_init.py", ("--resume",)),
 }
-# These read what the sweeps have left, a minute or two.
+# These read the results of the sweeps and take a minute or two.
 STARTS = ("lowrank.jsonl",)
 MIXTURES = ("draws/sparsity_50/*_gmm/seed*", "kernels/pretraining/posrf_gmm/seed*")
 BEHIND = {
@@ -131,7 +133,7 @@ BEHIND = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run what the time allows; 0 all is well, finished or not, 1 something failed, 130 stopped."""
+    """Run the experiments; returns 0 if all is well, finished or not, 1 if something failed, 130 if stopped."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0, help="for all sweeps together (default %(default)g)")
     parser.add_argument("--data", type=Path, help="folder of the data folders")
@@ -162,7 +164,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def every(arguments: argparse.Namespace) -> int:
-    """All programs and sweeps, then all pages."""
+    """Run all programs and sweeps, then render all pages."""
     end = time.monotonic() + 60 * arguments.minutes
     cards = arguments.into / "model_cards"
     cards.mkdir(parents=True, exist_ok=True)
@@ -175,7 +177,7 @@ def every(arguments: argparse.Namespace) -> int:
         share = max(0.0, end - time.monotonic()) / (len(commands) - number)
         print(f"== {name}: up to {share / 60:.1f} of {max(0.0, end - time.monotonic()) / 60:.1f} minutes", flush=True)
         code = timed(words, share)
-        if code in (143, -signal.SIGTERM):  # its runs are saved, or it was still starting
+        if code in (143, -signal.SIGTERM):  # its runs are saved, or it had only been starting
             if name in PROGRAMS:
                 print(f"{name} was not done in its part of the time and begins anew next time: give it more --minutes")
         elif code:
@@ -189,7 +191,7 @@ def every(arguments: argparse.Namespace) -> int:
             failed.append(f"{program} (exit code {code})")
 
     for study in (step.study for step in steps.values()):
-        # 2: no run has finished yet, which it said.
+        # 2: no run has finished yet, as it has reported.
         places = ("--runs", str(arguments.runs / study), "--out", str(cards / study))
         rendered("study.py", "page", study, *places, nothing=2)
     for name, program in BEHIND.items():
@@ -204,7 +206,7 @@ def every(arguments: argparse.Namespace) -> int:
 
 
 def measuring(name: str, program: Program, arguments: argparse.Namespace) -> list[str] | None:
-    """A program as one would type it; None where its figures are there, or what it needs is not, which is said."""
+    """Return a program's command; None if its figures exist, or, with a note, if something it needs is missing."""
     file, given, lacks = program.metrics(arguments.into), list(program.options), ""
     if program.of == "model":
         given += ["--model", str(arguments.model)]
@@ -225,18 +227,18 @@ def measuring(name: str, program: Program, arguments: argparse.Namespace) -> lis
 
 
 def sources(program: Program, arguments: argparse.Namespace) -> list[Path]:
-    """The runs whose reports are stored, or the finished ones, that a program reads."""
+    """Return the runs that a program reads: those whose reports are stored, or the finished ones."""
     if program.of == "cards":
         cards = arguments.into / "model_cards"
         found = [Path(*map(str, run)) for name in program.patterns for run in read_runs(cards / name)]
     else:
         found = sorted(path for pattern in program.patterns for path in arguments.runs.glob(pattern))
         found = [path for path in found if (path / "metrics.json").is_file()]
-    return [path for path in found if path.parent.name != "dense"]  # which has no start of low rank
+    return [path for path in found if path.parent.name != "dense"]  # dense runs have no low-rank start
 
 
 def outdated(program: Program, file: Path, arguments: argparse.Namespace) -> bool:
-    """Whether there is more to read than its figures were made of."""
+    """Return whether there are more runs to read than its figures were made from."""
     if not program.patterns:
         return False
     figures = json.loads(file.read_text(encoding="utf-8"))
@@ -244,7 +246,7 @@ def outdated(program: Program, file: Path, arguments: argparse.Namespace) -> boo
 
 
 def present(name: str, data: Path | None) -> bool:
-    """Whether the files of a sweep are there."""
+    """Return whether the files of a sweep exist."""
     wanted = STEPS[name].data
     if wanted is None or (data is not None and (data / wanted).is_dir()):
         return True
@@ -253,7 +255,7 @@ def present(name: str, data: Path | None) -> bool:
 
 
 def command(step: Step, arguments: argparse.Namespace) -> list[str]:
-    """The sweep as one would type it."""
+    """Return the command of a sweep."""
     given = [*step.settings, *arguments.set]
     if step.data is not None and not step.takes_data:
         given.append(f"data.dir={arguments.data / step.data}")
@@ -276,7 +278,7 @@ def command(step: Step, arguments: argparse.Namespace) -> list[str]:
 
 
 def timed(words: Sequence[str], seconds: float) -> int:
-    """Run a command for so long at most, then ask it to stop; its exit code."""
+    """Run a command for at most `seconds`, then ask it to stop; returns its exit code."""
     process = subprocess.Popen(words)
     try:
         return process.wait(seconds)

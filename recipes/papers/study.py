@@ -4,8 +4,8 @@
     python recipes/papers/study.py page glue                                     (runs/glue -> model_cards/glue)
 
 `run NAME --help` says what a study is. Each run goes to OUT/<task>/<method>/seed<k>. Finished runs (metrics.json) are
-skipped, interrupted ones resumed: start it again to continue. The last line of each run tells how long the rest will
-take. Settings given as section.key=value apply to every run.
+skipped, interrupted ones resumed: start it again to continue. The last line of each run estimates the remaining
+time. Settings given as section.key=value apply to every run.
 
 `page` stores RUNS/<task>/<method>/seed<k>/metrics.json as lines of OUT.jsonl, then writes OUT/README.md and its figures
 from all lines. Without runs, the page is rendered from the stored lines alone.
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Read the command line; the exit code of `run` or `page`."""
+    """Parse the command line; returns the exit code of `run` or `page`."""
     words = sys.argv[1:] if argv is None else argv
     verbs = {"run": run, "page": page}
     if len(words) > 1 and words[0] in verbs and words[1] in STUDIES:
@@ -41,11 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("verb", choices=verbs, metavar="VERB", help="run or page")
     parser.add_argument("study", choices=STUDIES, metavar="STUDY", help=" ".join(STUDIES))
     parser.parse_known_args(words)
-    return 2  # argparse has said what is wrong, and left
+    return 2  # argparse has reported the fault and exited
 
 
 def page(study: Study, argv: list[str]) -> int:
-    """Store the reports of finished runs, then render page and figures; 0 done, 2 nothing to render."""
+    """Store the reports of finished runs, then render page and figures; returns 0 if done, 2 without any report."""
     name = study.name
     if not study.page:
         print(f"error: {name} has no page of its own; its runs are told of on that of another study", file=sys.stderr)
@@ -75,7 +75,7 @@ def page(study: Study, argv: list[str]) -> int:
 
 
 def written(out: Path, write: Callable[[], object]) -> int:
-    """Write reports and page as the only one who does; the exit code."""
+    """Write reports and page under a lock; returns the exit code."""
 
     def work() -> None:
         with alone(out / "README.md", "--out"):

@@ -1,11 +1,12 @@
-"""Render model_cards/README.md: every claim of the papers beside what was measured here, with a verdict.
+"""Render model_cards/README.md: every claim of the papers, our measurement, and a verdict.
 
     python recipes/papers/table_papers.py            (prints the page)
     python recipes/papers/table_papers.py --write    (writes it)
     python recipes/papers/table_papers.py --write --root mine  (of what run_experiments.py --into mine has measured)
 
-Claims are in papers/claims/, one file per paper; figures come from the metrics.json and .jsonl files in the repository
-alone, and verdicts from them by the rules of `lib/verdicts.py`. What is not stored yet says which command measures it.
+Claims are in papers/claims/, one file per paper; figures come only from the metrics.json and .jsonl files in the
+repository, and verdicts from them by the rules of `lib/verdicts.py`. Claims without stored figures name the command
+that measures them.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ allows, and with `--into FOLDER` everything anew, for a page like this one in th
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print or write the page; 0 done, 2 a file is broken."""
+    """Print or write the page; returns 0 if done, 2 if a file is broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write model_cards/README.md")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of model_cards/ and recipes/*/results/")
@@ -62,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def render(store: Store, papers: tuple[Any, ...] = PAPERS) -> str:
-    """The whole page."""
+    """Render the whole page."""
     found = {paper.TITLE: [(claim, measured(claim, store)) for claim in paper.CLAIMS] for paper in papers}
     lines = [HEAD, *summary(found)]
     for title, rows in found.items():
@@ -72,12 +73,12 @@ def render(store: Store, papers: tuple[Any, ...] = PAPERS) -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> list[str]:
-    """The lines of a Markdown table of words."""
+    """Return the lines of a Markdown table of words."""
     return ["| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *rows)]
 
 
 def measured(claim: Claim, store: Store) -> Measured:
-    """Our side, or that there is none yet."""
+    """Return our result for a claim, or that there is none yet."""
     try:
         return claim.measure(store)
     except NotMeasuredError:
@@ -85,14 +86,14 @@ def measured(claim: Claim, store: Store) -> Measured:
 
 
 def row(claim: Claim, found: Measured) -> list[str]:
-    """The cells of a claim."""
+    """Return the cells of a claim."""
     verdict = f"**{found.verdict}**" if found.verdict in VERDICTS else found.verdict
     link = f"[{claim.page.rpartition('/')[2]}](../{claim.page}/), `{claim.command}`"
     return [claim.where, claim.claim, claim.printed, found.ours, claim.scale, verdict, link]
 
 
 def summary(found: dict[str, list[tuple[Claim, Measured]]]) -> list[str]:
-    """How often each verdict was given, by paper."""
+    """Return a table of how often each verdict was given, by paper."""
     kinds = [*VERDICTS, *([OPEN] if any(m.verdict == OPEN for rows in found.values() for _, m in rows) else [])]
     counts = [
         [title, *(str(sum(each.verdict == kind for _, each in rows)) for kind in kinds)]

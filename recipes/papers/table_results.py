@@ -1,4 +1,4 @@
-"""Render what README.md shows of the measured results: its table and its picture.
+"""Render the measured results in README.md: its table and its plot.
 
     python recipes/papers/table_results.py            (prints the table)
     python recipes/papers/table_results.py --write    (puts it into README.md, and draws the picture)
@@ -26,7 +26,7 @@ from snnk_peft.errors import ConfigError
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- results: begin (python recipes/papers/table_results.py --write) -->", "<!-- results: end -->"
 PICTURE = "recipes/benchmarks/results/agreement_over_speed.png"
-# What is drawn of `convert_models.py curve`: way and precision -> name, colour, marker.
+# The curves of `convert_models.py curve` to plot: method and precision -> name, colour, marker.
 WAYS = {
     ("plan", "fp32"): ("ours: plan", "tab:blue", "o"),
     ("ffn", "fp32"): ("ours: FFN features", "tab:green", "o"),
@@ -43,12 +43,12 @@ CLASSIFIERS = (
     ("sst2", "plan 2.5x", "int8", "SST-2 classifier, converted for 2.5 ×, then int8"),
     ("imdb", "plan 2x", "fp32", "IMDb classifier, 512 tokens, converted for 2 ×"),
 )
-LEAST = 85  # percent that are shown
+LEAST = 85  # lower limit of the axis, in percent
 Points = list[tuple[float, float]]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print or write; 0 done, 2 a file is missing or README.md lacks the marks."""
+    """Print or write; returns 0 if done, 2 if a file is missing or README.md lacks the markers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write README.md's table and picture")
     arguments = parser.parse_args(argv)
@@ -67,10 +67,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def replaced(text: str, rows: str) -> str:
-    """`text` with the table between the marks.
+    """Return `text` with the table between the markers.
 
     Raises:
-        ConfigError: the marks are not there.
+        ConfigError: the markers are missing.
     """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -80,7 +80,7 @@ def replaced(text: str, rows: str) -> str:
 
 
 def render(root: Path) -> str:
-    """README.md's table: results that help to choose."""
+    """Return README.md's table, of results that help to choose."""
     rows = [
         *(classifier(benchmark(root, f"convert_curve/{task}"), *point) for task, *point in CLASSIFIERS),
         language_model(benchmark(root, "convert_llama/metrics")),
@@ -92,12 +92,12 @@ def render(root: Path) -> str:
 
 
 def benchmark(root: Path, name: str) -> Any:
-    """The stored figures of a program of recipes/benchmarks."""
+    """Return the stored figures of a program of recipes/benchmarks."""
     return read_json(root / f"recipes/benchmarks/results/{name}.json")
 
 
 def classifier(figures: Mapping[str, Any], point: str, kind: str, what: str) -> list[str]:
-    """A point of the curve in fp32 or int8."""
+    """Return the row of a point of the curve in fp32 or int8."""
     rows = {(row["point"], row["as"]): row for row in figures["rows"]}
     before, after = rows["original", "fp32"], rows[point, kind]
     return [
@@ -110,7 +110,7 @@ def classifier(figures: Mapping[str, Any], point: str, kind: str, what: str) -> 
 
 
 def language_model(figures: Mapping[str, Any]) -> list[str]:
-    """SmolLM2 with a smaller cache."""
+    """Return the row of SmolLM2 with a smaller cache."""
     rows = {row["model"]: row for row in reversed(figures["rows"])}  # the first draw
     told = [
         f"{row['cache bytes behind 8192'] / 1e6:.0f} MB; {row['reviews, to 2048']:.1f}; "
@@ -122,7 +122,7 @@ def language_model(figures: Mapping[str, Any]) -> list[str]:
 
 
 def attention(figures: Mapping[str, Any]) -> list[str]:
-    """A layer of linear attention beside softmax."""
+    """Return the row of a layer of linear attention compared with softmax."""
     row = next(row for row in figures["forward"] if row["length"] == 8192)
     cost = "training, or calibration on long texts"
     return [
@@ -134,7 +134,7 @@ def attention(figures: Mapping[str, Any]) -> list[str]:
 
 
 def adapters(root: Path) -> list[str]:
-    """The default adapters beside LoRA."""
+    """Return the row of the default adapters compared with LoRA."""
     scores = read_reports(root / "model_cards/glue_gpu", "glue")
 
     def mean(method: str) -> float:
@@ -151,7 +151,7 @@ def adapters(root: Path) -> list[str]:
 
 
 def head(figures: Mapping[str, Any]) -> list[str]:
-    """A head in closed form beside LoRA."""
+    """Return the row of a closed-form head compared with LoRA."""
     row = next(row for row in figures["rows"] if row["task"] == "mean" and row["share of examples"] == 1)
     score, time = row["LoRA's score"], row["seconds / LoRA's"]
     tasks = ", ".join(figures["tasks"])
@@ -164,8 +164,10 @@ def head(figures: Mapping[str, Any]) -> list[str]:
 
 
 def curves(root: Path) -> dict[tuple[str, str], Points]:
-    """Of each way and precision the speed-up and the share of the original's answers that is kept, in percent, by size;
-    in fp32 the original before them."""
+    """Return (speed-up, agreement with the original in percent) by size, for each method and precision.
+
+    In fp32 the original comes first.
+    """
     rows = benchmark(root, "convert_curve/sst2")["rows"]
     found = {}
     for way, kind in WAYS:
@@ -176,7 +178,7 @@ def curves(root: Path) -> dict[tuple[str, str], Points]:
 
 
 def draw(lines: Mapping[tuple[str, str], Points], file: Path) -> None:
-    """A picture for a phone: few words, in large letters."""
+    """Plot the curves for a phone: few words, in large letters."""
     from snnk_cli.plots import make_axes, store  # matplotlib is not needed for the table
 
     figure, axes = make_axes(size=(6, 6))

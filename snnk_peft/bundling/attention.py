@@ -31,7 +31,7 @@ PLANNED_ATTENTION = "snnk_peft"  # in plans; the name under which a function is 
 
 
 def attention_spec(kernel: KernelAttention) -> Spec:
-    """The spec of a kernel."""
+    """Return the spec of a kernel."""
     joint: Spec = {} if kernel.joint is None else {"kind": "joint_attention", "sinks": kernel.joint.sinks}
     if kernel.full_heads:
         joint |= {"full_heads": list(kernel.full_heads), "cache_bits": kernel.cache_bits}
@@ -76,7 +76,7 @@ def _attention(spec: Spec, present: Any) -> nn.Module:
 
 
 def _use_linear_attention(model: Any) -> None:
-    """Switch to the attention function, a choice that transformers does not write to config.json, and its cache."""
+    """Switch to this attention function and its cache, which transformers does not record in config.json."""
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise ConfigError(

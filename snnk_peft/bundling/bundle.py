@@ -1,7 +1,7 @@
 """bundle: fold a patched model into a plain transformers model that anybody can load.
 
 The bundle is built the way `from_pretrained` will build it: its class on the meta device from config and plan, then the
-tensors. Every tensor is copied once; what folding removes is never copied. The patched model is not changed.
+tensors. Every tensor is copied once; tensors that folding removes are never copied. The patched model is not changed.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
     Raises:
         ConfigError: nothing to fold.
         UnsupportedError: a model that cannot be folded or rebuilt from its config; says why.
-        ValueError: weights or outputs hold NaN or infinity; or the bundle's outputs differ from the model's
-            beyond 1e-5 of the largest output in fp32 (2e-2 in
-            fp16, 1e-1 in bf16), and in fp32 those of copies in float64 do, too.
+        ValueError: a weight or output is NaN or infinite; or the bundle's outputs differ from the model's by more than
+            1e-5 of the largest output in fp32 (2e-2 in fp16, 1e-1 in bf16), and in fp32 those of float64 copies do,
+            too.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -84,7 +84,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
         if error != error:
             refuse_overflow(base, inputs, "the probe")
         tolerance = TOLERANCES.get(base.dtype, 1e-5)
-        # A model may make much of the rounding of its own layers, which is no fault of the fold.
+        # A model may amplify the rounding of its own layers; folding is not to blame.
         if base.dtype == torch.float32 and error > tolerance >= (exact := _in_float64(base, bundled, inputs)):
             warnings.warn(
                 f"the bundle's {where} differs from the model's by {error:.0e} of its largest value in float32, but by "
@@ -113,7 +113,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
 
 
 def _in_float64(base: nn.Module, bundled: nn.Module, inputs: Mapping[str, Any]) -> float:
-    """`compare` of copies of both in float64."""
+    """Apply `compare` to float64 copies of both models."""
     wide = {
         name: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
         for name, value in inputs.items()
@@ -122,7 +122,7 @@ def _in_float64(base: nn.Module, bundled: nn.Module, inputs: Mapping[str, Any]) 
 
 
 def folded_model(base: nn.Module) -> tuple[Any, FoldPlan, dict[str, Place]]:
-    """The bundle of a patched transformers model, without comparing their outputs; also on the meta device.
+    """Build the bundle of a patched transformers model, also on the meta device, without comparing outputs.
 
     Returns:
         The bundle, what was folded, and the places of the patched model.
@@ -157,7 +157,7 @@ def folded_model(base: nn.Module) -> tuple[Any, FoldPlan, dict[str, Place]]:
 
 
 def _tensors(table: dict[str, Place], plan: FoldPlan, dtype: torch.dtype) -> tuple[Tensors, Tensors]:
-    """Copies of all tensors of the bundle: those of its state dict, and those that checkpoints leave out."""
+    """Copy all tensors of the bundle: those of its state dict, and non-persistent buffers."""
     state: Tensors = {}
     volatile: Tensors = {}
     inside = tuple(f"{path}." for path in plan.modules)
@@ -221,13 +221,13 @@ def untied(tied: Mapping[str, str], state: Tensors) -> bool:
 
 
 def filled(bundled: Any, base: PreTrainedModel, state: Tensors, volatile: Tensors) -> Any:
-    """A bundle that was built on the meta device gets its tensors; in eval mode.
+    """Load the tensors into a bundle built on the meta device and set it to eval mode.
 
     Args:
-        bundled: to be filled, in place.
-        base: the model it is made of.
+        bundled: the bundle, changed in place.
+        base: the model that it was made from.
         state: everything in its state dict, by path.
-        volatile: buffers that checkpoints leave out, by path.
+        volatile: non-persistent buffers, by path.
 
     Raises:
         UnsupportedError: tensors that do not fit, or a buffer without value: the config does not build such a model.
@@ -251,7 +251,7 @@ def filled(bundled: Any, base: PreTrainedModel, state: Tensors, volatile: Tensor
 
 
 def _left_out(built: nn.Module, table: dict[str, Place], plan: FoldPlan) -> dict[str, Any]:
-    """Specs for the modules that the owner of the model put an nn.Identity in the place of."""
+    """Return specs for the modules that the model's owner has replaced by nn.Identity."""
     identities = {path for path, place in table.items() if type(place.module) is nn.Identity} - plan.modules.keys()
     present = {path for path, module in built.named_modules() if type(module) is not nn.Identity}
     return {path: spec_of(nn.Identity()) for path in sorted(identities & present)}
@@ -270,7 +270,7 @@ def _write_report(
     tolerance: float,
 ) -> None:
     configs = getattr(model, "peft_config", None) or {}
-    # Of a layer: the transformers model inside a PeftModel does not know.
+    # Read from a layer, since the transformers model inside a PeftModel does not know them.
     names = next((list(part.active_adapters) for part in base.modules() if isinstance(part, SlotLayer)), [])
     original = _size(_unique(table[path].original for path in table))
     slots = _size(_unique(part for place in table.values() for slot in place.slots for part in slot.modules()))
@@ -301,7 +301,7 @@ def _write_report(
 
 
 def _unique(modules: Any) -> Tensors:
-    """The tensors of a checkpoint that modules hold themselves; a shared tensor counts once."""
+    """Return the persistent tensors that modules hold directly; a shared tensor counts once."""
     return {
         str(id(tensor)): tensor
         for module in modules

@@ -44,7 +44,7 @@ AUTO_CLASSES: list[type[_BaseAutoModelClass]] = [
 
 
 class SavedBundle(BundledModel):
-    """A bundled model that can write all files of its folder: weights, config, code file, model card."""
+    """Mixin of bundled models that writes all files of a folder: weights, config, code file, model card."""
 
     @property
     def bundle_report(self) -> BundleReport:
@@ -54,7 +54,7 @@ class SavedBundle(BundledModel):
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
-        """Write a folder that `AutoModelFor….from_pretrained` loads: see the module text.
+        """Write a folder that `AutoModelFor….from_pretrained` loads; see the module's docstring.
 
         Args:
             save_directory: the folder; made if absent. An existing README.md is kept.
@@ -79,7 +79,7 @@ class SavedBundle(BundledModel):
         if portable:
             self.config.auto_map = auto_map(type(self))
         writes = args[0] if args else kwargs.get("is_main_process", True)
-        # Training states of many processes, and LoRA that transformers put on a bundle, are no bundles.
+        # Training states of several processes, and LoRA added to a bundle by transformers, are not bundles.
         if not writes or kwargs.get("distributed_checkpoint") or getattr(self, "_hf_peft_config_loaded", False):
             super().save_pretrained(folder, *args, **kwargs)  # type: ignore[misc]
             return
@@ -151,14 +151,14 @@ def _is_outdated(variant: str | None, old: Path) -> bool:
 
 
 def is_portable(base: type[PreTrainedModel]) -> bool:
-    """Return True if the class can be imported from transformers alone, as the code file does."""
+    """Return whether the class can be imported from transformers alone, as the code file does."""
     return (
         base.__module__.startswith("transformers.") and getattr(import_module(base.__module__), base.__name__) is base
     )
 
 
 def original_class(cls: type) -> type[PreTrainedModel]:
-    """The class that a bundle class was made from."""
+    """Return the class that a bundle class was made from."""
     return next(
         base for base in cls.__mro__ if issubclass(base, PreTrainedModel) and not issubclass(base, BundledModel)
     )
@@ -181,7 +181,7 @@ class LazyConfig(BundledConfig):
 
 
 def bundle_config_class(base: type[PretrainedConfig]) -> type[Any]:
-    """The config class of bundles of models with config class `base`; made and registered on first use."""
+    """Return the bundle config class for the config class `base`; created and registered on first use."""
     name = f"{PREFIX}{base.__name__}"
     if name not in globals():
         made = type(name, (LazyConfig, base), {"model_type": BUNDLE_TYPE + base.model_type, "__module__": __name__})
@@ -193,7 +193,7 @@ def bundle_config_class(base: type[PretrainedConfig]) -> type[Any]:
 
 
 def bundle_model_class(base: type[PreTrainedModel], pooled: bool = False) -> type[Any]:
-    """The bundle class of a model class; made and registered with its Auto classes on first use.
+    """Return the bundle class of a model class; created and registered with its Auto classes on first use.
 
     Args:
         base: the class of transformers, or of a user.
@@ -227,7 +227,7 @@ def bundle_model_class(base: type[PreTrainedModel], pooled: bool = False) -> typ
 
 
 def auto_classes(base: type[PreTrainedModel]) -> list[type[_BaseAutoModelClass]]:
-    """Return the Auto classes that load `base` from its config; AutoModel for a class that is under none."""
+    """Return the Auto classes that load `base` from its config; AutoModel for a class that none of them loads."""
     return [auto for auto in AUTO_CLASSES if base in _members(auto, base.config_class)] or [transformers.AutoModel]
 
 
@@ -244,8 +244,8 @@ def register_models(config: type[Any], wanted: str | None = None) -> None:
 
     Args:
         config: the class.
-        wanted: name of a bundle class that is made as well, where no Auto class of transformers leads to its original
-            (an encoder that is part of another model, a model with a projection).
+        wanted: name of a further bundle class to create, whose original no Auto class of transformers loads (an encoder
+            that is part of another model, a model with a projection).
     """
     base = next(cls for cls in config.__mro__ if not issubclass(cls, BundledConfig))
     for auto in AUTO_CLASSES:
@@ -260,7 +260,7 @@ def register_models(config: type[Any], wanted: str | None = None) -> None:
 
 
 def _named(bundle: str) -> tuple[str, bool]:
-    """Name of the original of a bundle class, and whether it has a pooled head."""
+    """Return the name of a bundle class's original, and whether the bundle has a pooled head."""
     pooled = bundle.startswith(POOLED_PREFIX)
     return bundle.removeprefix(POOLED_PREFIX if pooled else PREFIX), pooled
 
@@ -278,7 +278,7 @@ def register_bundles(model_type: str) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """Model classes by name, which unpickling needs before any config was made."""
+    """Return a model class by name, as unpickling needs before any config has been created."""
     original, pooled = _named(name)
     base = getattr(transformers, original, None) if name.startswith(PREFIX) else None
     if isinstance(base, type) and issubclass(base, PreTrainedModel):
@@ -287,7 +287,7 @@ def __getattr__(name: str) -> Any:
 
 
 def auto_map(cls: type[Any]) -> dict[str, str]:
-    """The config entry that leads the Auto classes to the code file."""
+    """Return the config entry that points the Auto classes to the code file."""
     module = FILE_NAME.removesuffix(".py")
     names = {"AutoConfig": f"{module}.{cls.config_class.__name__}"}
     return names | {auto.__name__: f"{module}.{cls.__name__}" for auto in auto_classes(original_class(cls))}

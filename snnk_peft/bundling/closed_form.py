@@ -9,7 +9,7 @@ log π, to first order around z₀ the softmax has the shares p where
 
     z = z₀ + (p − π) / π,        since  ∂ softmax / ∂z = diag(π) − ππᵀ  and  Σ (p − π) = 0,
 
-and of labels that exclude each other not, with z₀ = log(π / (1 − π)) each, z = z₀ + (p − π) / (π (1 − π)).
+and for labels that do not exclude each other, with z₀ = log(π / (1 − π)) each, z = z₀ + (p − π) / (π (1 − π)).
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class HeadFit:
 
     Args:
         head: path of the fitted Linear.
-        examples: number of examples of all processes, that were fitted.
-        ridge: the λ that was used, absolute (scikit-learn's alpha).
+        examples: number of fitted examples, over all processes.
+        ridge: the λ used, absolute (scikit-learn's alpha).
         relative_error: squared error on the fitted examples divided by the variance of the targets.
         seconds: wall time, forward passes included.
-        cross_validated: squared error by generalised cross-validation, divided by the variance of the targets; of a
-            head from `with_head` only.
+        cross_validated: squared error by generalised cross-validation, divided by the variance of the targets; only for
+            a head from `with_head`.
         taken: False if that error was no smaller than 1 or than with permuted targets: the head then starts from the
-            targets' mean alone.
+            targets' mean only.
     """
 
     head: str
@@ -92,28 +92,27 @@ def fit_closed_form(
     targets: str = "labels",
     as_logits: bool = False,
 ) -> HeadFit:
-    """Fit the task head of a classifier to labels in one pass, in place; all or nothing, as `calibrate`.
+    """Fit the task head of a classifier to labels in one pass, in place; all or nothing, like `calibrate`.
 
-    A head from `with_head` is fitted to a sample of 4,000 examples at most, so that it can be trained on from there:
-    with enough examples per parameter, and only if it beats chance (`heads/start.py`).
+    A head from `with_head` is fitted to a sample of at most 4,000 examples as a starting point for training: with
+    enough examples per parameter, and only if it beats chance (`heads/start.py`).
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches, of any size:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
     same bits in every process.
 
     Args:
-        model: whose last Linear gives the logits: from `bundle`, of a model whose pooler was replaced and folded into
-            the classifier (BERT, ELECTRA) or put before it (image classifiers); or any other classifier, patched or
-            plain, which keeps its pooler as it is.
-        batches: dicts of model inputs with targets, read once. Integer targets (n,) are classes, as are names of
-            `config.id2label` and, for several outputs, truth values and whole floats; (n, tokens) are those of words,
-            where negative ones do not count. Other floats (n,) and all of (n, k) are regressed; of a model whose
-            `config.problem_type` is "multi_label_classification" the outputs are then lower by ½: above 0 where a label
-            is predicted. Targets may be a
-            tensor, an array, a list or columns of a table.
+        model: a model whose last Linear gives the logits: from `bundle`, if the pooler was replaced and folded into the
+            classifier (BERT, ELECTRA) or put before it (image classifiers); or any other classifier, patched or plain,
+            which keeps its pooler as it is.
+        batches: dicts of model inputs with targets, read once. Integer targets (n,) are classes, as are names in
+            `config.id2label` and, for several outputs, booleans and integral floats; (n, tokens) are token classes,
+            where negative ones are ignored. Other floats (n,) and all of shape (n, k) are regression targets; if
+            `config.problem_type` is "multi_label_classification", ½ is then subtracted from the outputs, so that they
+            are above 0 for predicted labels. Targets may be a tensor, an array, a list or columns of a table.
         ridge: λ >= 0 of the penalty λ‖W̄‖², scikit-learn's `alpha`; the bias is not penalised. None chooses it by
-            generalised cross-validation, still in one pass.
-        ridges: the candidates for that, as fractions of the mean squared feature deviation.
+            generalised cross-validation, in the same pass.
+        ridges: the candidates for λ, as fractions of the mean squared feature deviation.
         targets: key of the targets in a batch.
         as_logits: make the outputs for classes logits instead of the targets 0 and 1, as a start for further training.
             Predictions are the same, except that logits reflect unequal class frequencies.
@@ -123,9 +122,9 @@ def fit_closed_form(
 
     Raises:
         UnsupportedError: no Linear gives the model's logits, or it has no bias.
-        ConfigError: fewer than two examples, no targets in a batch, labels that do not fit the head or the batches
-            before, NaN or infinity among features or targets.
-        ValueError: weights of the model hold NaN or infinity.
+        ConfigError: fewer than two examples, no targets in a batch, labels that do not match the head or earlier
+            batches, NaN or infinity among features or targets.
+        ValueError: a weight of the model is NaN or infinite.
 
     Warns:
         NumericalWarning: rows with two labels, features that are all the same, or classes without examples.
@@ -198,8 +197,8 @@ def _pass(
     """Run the pass.
 
     Returns:
-        path and module of the head; the moments; of a head from `with_head` instead a sample of [vectors, targets],
-        and the moments of the targets alone; whether targets are classes.
+        Path and module of the head; the moments; for a head from `with_head`, a sample of [vectors, targets] and the
+        moments of the targets alone instead; whether targets are classes.
     """
     bundled = isinstance(model, SavedBundle) and model.config.snnk_plan.get("head") is not None
     path_and_head = bundled_head(model)[:2] if bundled else None
@@ -253,8 +252,8 @@ def _pass(
 
 
 def _moments_of(path_and_head: tuple[str, nn.Linear] | None, width: int | None) -> GramAccumulator:
-    """Empty moments, of the head's inputs or of so many; of a process without batches, which does not know the head, of
-    any size."""
+    """Create empty moments for the head's inputs or for `width` of them; of any size in a process without batches,
+    which does not know the head."""
     if path_and_head is None:
         return GramAccumulator(1, 1)
     return GramAccumulator(width or path_and_head[1].in_features, path_and_head[1].out_features)
@@ -262,7 +261,7 @@ def _moments_of(path_and_head: tuple[str, nn.Linear] | None, width: int | None) 
 
 @torch.no_grad()
 def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Linear]:
-    """Path and module of the Linear whose output is the model's logits, (n, outputs) or (n, tokens, outputs).
+    """Find the Linear whose output is the model's logits, (n, outputs) or (n, tokens, outputs); return path and module.
 
     Raises:
         UnsupportedError: there is none, or it has no bias.
@@ -297,7 +296,7 @@ def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Li
 
 
 def bundled_head(model: nn.Module) -> tuple[str, nn.Linear, FeatureStage]:
-    """Path and module of the Linear that reads pooler features, and the stage that makes them.
+    """Return path and module of the Linear that reads pooler features, and the stage that computes them.
 
     Raises:
         UnsupportedError: not a bundle, or its pooler was not folded into the classifier.
@@ -333,7 +332,7 @@ def head_features(model: nn.Module, head: nn.Linear | HeadReader, inputs: Mappin
 
 
 def _pairs(features: torch.Tensor, given: torch.Tensor, outputs: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Return features (n, m) and targets (n, outputs) of the examples that count, and whether these are classes."""
+    """Return features (n, m) and targets (n, outputs) without ignored examples, and whether targets are classes."""
     floating, shape = given.is_floating_point(), tuple(given.shape)
     if not floating and features.ndim == 3 and shape == features.shape[:2]:  # of words; others are negative
         features, given = features[given >= 0], given[given >= 0]

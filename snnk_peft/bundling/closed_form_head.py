@@ -1,4 +1,4 @@
-"""Task heads for pretrained Transformers without backpropagation: one forward pass, statistics that add, a plain model.
+"""Task heads for pretrained Transformers without backpropagation: one forward pass, additive statistics, a plain model.
 
     head = ClosedFormHead(model, HeadFeatures([(2, "mean"), (4, "mean"), (-1, "mean"), (-1, "max")]))
     head.add(batches)                # one pass; more may come later, and head.merge(other) takes those of a shard
@@ -46,17 +46,17 @@ class ClosedFormHead:
         model: a transformers model: an encoder, or one with any head, which is not used. Not changed.
         features: what the head reads; the mean over the tokens of the last layer if None.
         kind: "classes", "labels" (any number of them per example) or "numbers" (regression).
-        names: of the classes, labels or numbers; those of `model.config.id2label` if None.
+        names: names of the classes, labels or outputs; those in `model.config.id2label` if None.
         remember: keep a digest of every example, so that `remove` refuses one that was not counted; see
             `HeadStatistics`.
 
     Attributes:
-        statistics: of the examples counted so far. They can be saved, loaded, merged and taken away.
-        fitted: what `fit` made, or None; examples that are counted or forgotten later are not part of it.
+        statistics: statistics of the examples counted so far. They can be saved, loaded, merged and subtracted.
+        fitted: the result of `fit`, or None; examples counted or removed later are not part of it.
 
     Raises:
-        ConfigError: a layer that the model does not have; an unknown kind; fewer than two classes; names that repeat.
-        UnsupportedError: no transformers model, a patched one, or one without one vector for each token.
+        ConfigError: a layer that the model does not have; an unknown kind; fewer than two classes; repeated names.
+        UnsupportedError: not a transformers model, a patched one, or one without one vector per token.
 
     Example:
         >>> import torch
@@ -105,7 +105,7 @@ class ClosedFormHead:
         """Compute the inputs of the head for a batch, (examples, width), in eval mode.
 
         Raises:
-            UnsupportedError: the model gives no hidden states of one vector per token.
+            UnsupportedError: the model returns no hidden states with one vector per token.
         """
         given = model_inputs(self.model, checked_one(self.model, inputs, "inputs"))
         with evaluating(self.encoder):
@@ -120,7 +120,7 @@ class ClosedFormHead:
     def _counted(
         self, batches: Iterable[Mapping[str, Any]], targets: str
     ) -> tuple[HeadStatistics, TokenSample, LabelledRows]:
-        """Accumulate separate statistics of batches, so that a fault in a late one counts none of them."""
+        """Accumulate separate statistics of the batches, so that a fault in a late batch discards all of them."""
         refuse_not_finite(self.encoder)
         counted, known = self.statistics.empty(), LabelledRows()
         sample = TokenSample(SAMPLE, torch.Generator().manual_seed(0))
@@ -144,10 +144,10 @@ class ClosedFormHead:
             targets: key of the targets.
 
         Returns:
-            How many were counted.
+            The number of examples counted.
 
         Raises:
-            ConfigError: no targets in a batch, or some that do not fit, NaN or infinity; nothing is counted then.
+            ConfigError: missing or unsuitable targets in a batch, NaN or infinity; nothing is counted then.
 
         Warns:
             NumericalWarning: rows among these batches with two labels.
@@ -159,27 +159,27 @@ class ClosedFormHead:
         return counted.count
 
     def _keep(self, sample: TokenSample | None) -> None:
-        """Return the larger of two samples; an empty one too, so that every process of a group has one."""
+        """Keep the larger of two samples; an empty one too, so that every process of a group has one."""
         if self._sample is None or (sample is not None and sample.count > self._sample.count):
             self._sample = sample
 
     @outside_inference_mode
     def remove(self, batches: Iterable[Mapping[str, Any]], targets: str = "labels") -> int:
-        """Forget examples that were counted here or in what was merged; arguments as in `add`.
+        """Remove examples that were counted here or in merged statistics; arguments as in `add`.
 
-        The head is then that of the other examples, to rounding: give the rows in the batches in which they were
-        counted, because a model's last bits depend on them. Columns in which the others differ by no more than such
-        bits are then ignored. All vectors that were kept for the temperature are dropped as well.
+        The head is then that of the other examples, up to rounding: pass the rows in the batches in which they were
+        counted, because a model's last bits depend on the batch. Columns in which the others differ by no more than
+        such bits are then ignored. All vectors kept for the temperature are dropped as well.
 
         Only `remember` verifies that the rows were counted. Without it, foreign rows are detected if they leave a class
         with a negative count or a column with a negative variance; otherwise the result is the head of no set of
         examples.
 
         Returns:
-            How many were forgotten.
+            The number of examples removed.
 
         Raises:
-            ConfigError: as in `add`, or examples that cannot have been counted; nothing is forgotten then.
+            ConfigError: as in `add`, or examples that cannot have been counted; nothing is removed then.
         """
         counted = self._counted(batches, targets)[0]
         same_bits = counted.digests is not None
@@ -190,10 +190,10 @@ class ClosedFormHead:
 
     @outside_inference_mode
     def merge(self, other: ClosedFormHead | HeadStatistics | str | os.PathLike[str]) -> None:
-        """Add what another head has counted; also takes statistics, or their file.
+        """Add the examples counted by another head; also takes statistics, or their file.
 
         Raises:
-            ConfigError: of another model, other features, or damaged.
+            ConfigError: the statistics are of another model or other features, or damaged.
         """
         if isinstance(other, (str, os.PathLike)):
             other = HeadStatistics.load(other)
@@ -220,16 +220,16 @@ class ClosedFormHead:
         ridges: Sequence[float] = HEAD_RIDGES,
         targets: str = "labels",
     ) -> FittedHead:
-        """Solve for the head that fits all counted examples best.
+        """Solve for the head that best fits all counted examples.
 
         Args:
-            examples: batches of some hundred examples that were counted, for the temperature of probabilities; those
-                that `add` kept if None.
-            ridges: candidates, of which generalised cross-validation chooses; see `FittedHead`.
+            examples: batches of a few hundred counted examples, for the temperature of probabilities; those that `add`
+                kept if None.
+            ridges: candidates among which generalised cross-validation chooses; see `FittedHead`.
             targets: key of the targets.
 
         Raises:
-            ConfigError: no examples were counted; ridges that are no numbers above 0.
+            ConfigError: no examples were counted; ridges that are not positive numbers.
         """
         fitted = FittedHead(self.statistics, ridges)
         if fitted.kind != "numbers":
@@ -245,7 +245,7 @@ class ClosedFormHead:
         return fitted
 
     def _kept(self) -> list[tuple[Tensor, Tensor]]:
-        """Vectors and targets of the sample of `add`, as it takes them."""
+        """Return vectors and targets of the sample that `add` kept."""
         if self._sample is None:
             return []
         vectors, wanted = self._sample.reduced().split([self.reader.out_dim, len(self.names)], 1)
@@ -260,7 +260,7 @@ class ClosedFormHead:
             the Auto classes and pipelines after `import snnk_peft`, or without it under `trust_remote_code=True`.
 
         Raises:
-            ConfigError: nothing was fitted, or the temperature of the probabilities is not known.
+            ConfigError: nothing was fitted, or the temperature of the probabilities is unknown.
             UnsupportedError: transformers has no classifier of this architecture.
             ValueError: its logits are not those of the fitted head, to the precision of its dtype.
         """
@@ -294,7 +294,7 @@ class ClosedFormHead:
 
     @torch.no_grad()
     def _difference(self, made: nn.Module, temperature: float, shift: float) -> float:
-        """Compare the logits of bundle and fitted head on random inputs; returns the relative error."""
+        """Compare the logits of bundle and fitted head on random inputs; return the relative error."""
         assert self.fitted is not None
         inputs = probe_inputs(self.model)
         if self.reader.features.of_pairs:
@@ -308,7 +308,7 @@ def _are_texts(given: object) -> bool:
 
 
 def _checked(names: Any) -> list[str]:
-    """Refuse names that are not distinct texts."""
+    """Return the names; raise ConfigError unless they are distinct strings."""
     texts = [] if isinstance(names, str) else [str(name) for name in names]
     if len(set(texts)) < max(1, len(texts)):
         raise ConfigError(f"names is {names!r}; expected different texts, one per class, label or number")
@@ -316,6 +316,6 @@ def _checked(names: Any) -> list[str]:
 
 
 def _digest(encoder: nn.Module) -> str:
-    """Digest of all tensors but the pooler's, which are unused and often random."""
+    """Compute a digest of all tensors but the pooler's, which are unused and often random."""
     tensors = {name: tensor for name, tensor in encoder.state_dict().items() if not name.startswith("pooler.")}
     return value_digest({name: tensor_digest(tensor) for name, tensor in tensors.items()})

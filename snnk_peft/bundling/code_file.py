@@ -1,7 +1,7 @@
 """The self-contained code file of a saved bundle, assembled from this package's own sources.
 
-No formula is written twice: the file is the concatenation of `bundling/modules.py`, of the projections and components
-that the bundle uses, and of everything these import from this package, followed by the config and model class. It needs
+No formula is duplicated: the file is the concatenation of `bundling/modules.py`, of the projections and components that
+the bundle uses, and of everything these import from this package, followed by the config and model class. It needs
 torch and transformers only.
 """
 
@@ -50,7 +50,7 @@ FORWARD = "    forward = forward_like({base})\n"
 
 
 def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapping[str, Any]) -> str:
-    """The text of the code file.
+    """Return the text of the code file.
 
     Raises:
         ConfigError: two source modules define the same name.
@@ -85,7 +85,7 @@ def code_file(base: type[Any], config: type[Any], model_name: str, modules: Mapp
 
 
 def stage_specs(specs: Iterable[Any]) -> Iterable[dict[str, Any]]:
-    """Every feature stage inside a plan's specs."""
+    """Yield every feature stage inside a plan's specs."""
     for spec in specs:
         if isinstance(spec, Mapping):
             if spec.get("stage") is not None:
@@ -163,7 +163,7 @@ def _imported(node: ast.Import | ast.ImportFrom) -> set[Import]:
 
 
 def _strip(name: str) -> tuple[set[Import], str, list[str]]:
-    """The outside imports of a module, its text without any import, and the names it defines."""
+    """Return the external imports of a module, its text without any import, and the names it defines."""
     source, tree = _tree(name)
     lines = source.splitlines()
     imports: set[Import] = set()

@@ -1,4 +1,4 @@
-"""Folding: which plain modules take the places of a patched model's slots (SNNK paper, section 3.3 and App. E).
+"""Folding: the plain modules that replace the slots of a patched model (SNNK paper, section 3.3 and App. E).
 
 Every slot folds itself (`Slot.fold`, with its formula in parts/): first those that replace a module, then the others,
 innermost first, in the order of the model's modules. Nothing is changed here: the result is a table from module paths
@@ -39,7 +39,7 @@ class Place:
 
 
 def places(model: nn.Module, path: str = "", original: nn.Module | None = None) -> Iterator[tuple[str, Place]]:
-    """Every module by its path in the unpatched model; `original` is the pretrained twin of a trained copy."""
+    """Yield every module by its path in the unpatched model; `original` is the pretrained twin of a trained copy."""
     place = _unwrap(model, path)
     if original is not None:
         place.original = original
@@ -74,18 +74,18 @@ def _unwrap(module: nn.Module, path: str) -> Place:
 
 @dataclass
 class FoldPlan:
-    """New modules by path, and their report.
+    """The new modules by path, and their report.
 
     Args:
         table: the places of the model.
         dtype: floating type of the bundle, for the sizes.
-        modules: path -> the module that takes this place.
+        modules: path -> the new module at this place.
         folded: one entry per group of modules that were folded together.
         remarks: what could not be folded further, and why.
-        additions: path -> the module that is put where the original has none.
-        altered: path of a module that stays -> the spec by which it works from now on.
+        additions: path -> the module added where the original has none.
+        altered: path of a module that stays -> the spec of its new behaviour.
         head: path of the Linear that reads the pooler's features, if there is one.
-        pooler: path of the stage that makes these features.
+        pooler: path of the stage that computes these features.
     """
 
     table: dict[str, Place]
@@ -126,7 +126,7 @@ class PlaceInPlan:
 
     @property
     def original(self) -> bool:
-        """True while nothing has replaced the original module."""
+        """Whether the original module is still in place."""
         return self.path not in self.plan.modules
 
     @property
@@ -147,7 +147,7 @@ class PlaceInPlan:
         self.plan.folded.append(Folded([self.path], before, after, 0, stored_bytes(module, self.plan.dtype)))
 
     def alter(self, kind: str, before: str = "", after: str = "", **values: Any) -> None:
-        """The module here stays and works otherwise."""
+        """Keep the module here, with the altered behaviour `kind`."""
         self.plan.altered[self.path] = {"kind": kind, **values}
         if after:
             self.plan.folded.append(Folded([self.path], before, after, 0, 0))
@@ -156,14 +156,14 @@ class PlaceInPlan:
         self.plan.remarks.append(text)
 
     def reads_features(self, stage: FoldPlace) -> None:
-        """This is the head that reads the features which `stage` makes."""
+        """Record that this is the head that reads the features of `stage`."""
         both = stage.path == self.path
         self.plan.head = f"{self.path}.1" if both else self.path
         self.plan.pooler = f"{self.path}.0" if both else stage.path
 
 
 def plan_folds(table: dict[str, Place], dtype: torch.dtype) -> FoldPlan:
-    """The plan for a patched model.
+    """Plan the folds of a patched model.
 
     Raises:
         UnsupportedError: slots in a combination that has no folded form.
@@ -198,13 +198,13 @@ def plan_folds(table: dict[str, Place], dtype: torch.dtype) -> FoldPlan:
 
 
 def stored_bytes(module: nn.Module, dtype: torch.dtype) -> int:
-    """Bytes of the tensors that a checkpoint of `module` in `dtype` holds."""
+    """Return the size in bytes of a checkpoint of `module` in `dtype`."""
     tensors = module.state_dict().values()
     return sum(t.numel() * (dtype.itemsize if t.is_floating_point() else t.element_size()) for t in tensors)
 
 
 def describe(module: nn.Module) -> str:
-    """One short phrase, e.g. "Linear 384→1536" or "64 relu features"."""
+    """Describe a module in a short phrase, e.g. "Linear 384→1536" or "64 relu features"."""
     if isinstance(module, nn.Linear):
         return f"Linear {module.in_features}→{module.out_features}"
     if isinstance(module, (nn.Conv1d, nn.Conv2d)):

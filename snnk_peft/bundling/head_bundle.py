@@ -41,7 +41,7 @@ def classifier_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Return transformers' classifier class for this model's encoder.
 
     Raises:
-        UnsupportedError: there is none.
+        UnsupportedError: transformers has none.
     """
     config: Any = original_class(type(model)).config_class if isinstance(model, SavedBundle) else type(model.config)
     images = of_images(model)
@@ -59,23 +59,23 @@ def classifier_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 def with_head(model: nn.Module, features: HeadFeatures | None = None) -> Any:
     """Give a classifier a new task head that reads hidden states of several layers, for training with any PEFT method.
 
-    The head stands at `snnk_head`: SNNKConfig trains it along by itself; other configs need
-    `modules_to_save=["snnk_head"]`. `fit_closed_form` fits it as a start. An adapter that was trained behind it is
-    loaded onto `with_head` of the same model.
+    The head is at `snnk_head`: SNNKConfig trains it by default; other configs need `modules_to_save=["snnk_head"]`.
+    `fit_closed_form` fits its initial value. To load an adapter trained with it, call `with_head` on the same model
+    first.
 
     Args:
-        model: of transformers, with or without a task head; its config says how many outputs there are
-            (`num_labels`). Not changed.
+        model: a transformers model, with or without a task head; its config gives the number of outputs (`num_labels`).
+            Not changed.
         features: what the head reads; the means of all layers if None. See `HeadFeatures.means` for pairs of texts.
 
     Returns:
-        A `PreTrainedModel` in eval mode, sharing no memory with `model`: transformers' classifier of this architecture
-        but for its head, whose weights are random as in a new classifier.
+        A `PreTrainedModel` in eval mode, sharing no memory with `model`: transformers' classifier of this architecture,
+            except for its head, whose weights are random as in a new classifier.
 
     Raises:
         ConfigError: a layer that the model does not have.
-        UnsupportedError: no transformers model, a patched one, one without one vector per token, or one of whose
-            architecture transformers has no classifier.
+        UnsupportedError: not a transformers model, a patched one, one without one vector per token, or one whose
+            architecture has no classifier in transformers.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -99,11 +99,11 @@ def with_head(model: nn.Module, features: HeadFeatures | None = None) -> Any:
 def encoder_and_reader(
     model: nn.Module, features: HeadFeatures | None, *, every: bool = False
 ) -> tuple[PreTrainedModel, HeadReader]:
-    """The transformers model, and what reads its hidden states.
+    """Return the transformers model and the reader of its hidden states.
 
     Args:
         model: as in `with_head`.
-        features: None for the mean of the last layer, or of `every` one.
+        features: None for the mean of the last layer, or of every layer if `every`.
         every: see `features`.
 
     Raises:
@@ -133,12 +133,12 @@ def encoder_and_reader(
 
 
 def of_images(model: PreTrainedModel) -> bool:
-    """Whether the model reads pixels."""
+    """Return whether the model takes images."""
     return model.main_input_name == "pixel_values"
 
 
 def classifier_with(model: PreTrainedModel, head: PooledHead, names: list[str], problem: str | None) -> Any:
-    """A bundle with copies of the encoder of `model` and of this head, in eval mode.
+    """Return a bundle with copies of the encoder of `model` and of this head, in eval mode.
 
     Raises:
         UnsupportedError: transformers has no classifier of this architecture, or its config does not build the model.
@@ -181,20 +181,20 @@ def _encoder_plan(model: PreTrainedModel, planned: dict[str, Any], inside: str) 
 
 
 def _unread(built: PreTrainedModel, inside: str) -> list[str]:
-    """Paths of modules with weights that a pooled head leaves unused: pooler and head of the original."""
+    """Return the paths of modules whose weights a pooled head leaves unused: pooler and head of the original."""
     unread = [name for name, part in built.named_children() if f"{name}." != inside and list(part.parameters())]
     pooler = getattr(built.base_model, "pooler", None)
     return unread + ([f"{inside}pooler"] if isinstance(pooler, nn.Module) and list(pooler.parameters()) else [])
 
 
 def _volatile(prefix: str, part: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of the buffers that checkpoints leave out, by path."""
+    """Copy the non-persistent buffers, by path."""
     kept = part.state_dict().keys()
     return {prefix + name: value.clone() for name, value in part.named_buffers() if name not in kept}
 
 
 def head_report(model: PreTrainedModel, made: Any, error: float, tolerance: float) -> BundleReport:
-    """Report of `classifier_with`, for config and model card."""
+    """Create the report of `classifier_with`, for config and model card."""
     before, after = _size(model), _size(made)
     head: PooledHead = made.snnk_head
     views = ", ".join(f"{pool} of {layer}" for layer, pool in head.reader.features.views)

@@ -1,7 +1,7 @@
 """The building blocks of a bundled model, and how it is rebuilt from plain data.
 
 A bundled model is a transformers model in which some modules were exchanged after construction. The exchange is the
-plan, {module path: spec}, stored in the config; a spec says what stands at that path:
+plan, {module path: spec}, stored in the config; a spec describes the module at that path:
 
     keep                    the module that is there                       x -> original(x)
     identity                nothing (an activation that a feature map contains)
@@ -53,11 +53,11 @@ Spec = dict[str, Any]
 
 
 def spec_of(module: nn.Module, kept: nn.Module | None = None) -> Spec:
-    """The spec from which `build_module` makes a module of this structure.
+    """Return the spec from which `build_module` builds a module of this structure.
 
     Args:
         module: made of the classes above, FeatureStage, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Identity, nn.Sequential.
-        kept: the original module at this place; where it occurs inside, the spec says "keep".
+        kept: the original module at this place; its spec is "keep" wherever it occurs inside.
     """
     if module is kept:
         return {"kind": "keep"}
@@ -121,9 +121,9 @@ BUILDERS: dict[str, Callable[[Spec, nn.Module], nn.Module]] = {
 }
 
 
-# Kinds that are put where the original model has nothing.
+# Kinds that are added where the original model has no module.
 ADDITIONS: set[str] = set()
-# Kind -> what is done to the whole model that has one.
+# Kind -> function applied to every model that contains it.
 FINISHERS: dict[str, Callable[[Any], None]] = {}
 
 
@@ -162,14 +162,14 @@ def install_plan(model: nn.Module, plan: Mapping[str, Spec]) -> None:
 
 
 def head_outputs(model: Any) -> set[str]:
-    """Paths of the Linears outside of the encoder whose outputs are the labels, in a model as its config builds it."""
+    """Return the paths of the Linears outside the encoder whose outputs are the labels, in a freshly built model."""
     inside, labels = f"{model.base_model_prefix}.", getattr(model.config, "num_labels", None)
     linears = [(path, part) for path, part in model.named_modules() if isinstance(part, nn.Linear)]
     return {path for path, part in linears if not path.startswith(inside) and part.out_features == labels}
 
 
 def with_outputs(modules: Mapping[str, Spec], heads: set[str], config: Any) -> dict[str, Spec]:
-    """Return the plan with as many outputs of the head as the config has labels, a number that may change."""
+    """Return the plan with the head's number of outputs set to the config's number of labels, which may change."""
     if not isinstance(modules, Mapping):
         return modules  # refused where it is installed
     changed = dict(modules)
@@ -188,7 +188,7 @@ def with_outputs(modules: Mapping[str, Spec], heads: set[str], config: Any) -> d
 
 
 def finish_loading(model: nn.Module, dtype: torch.dtype) -> None:
-    """Draw the matrices that are stored as a seed (their checksums are verified on the way in); cast all to `dtype`."""
+    """Draw the matrices that are stored as a seed (checksums are verified on loading); cast everything to `dtype`."""
     for module in model.modules():
         if isinstance(module, Projection) and not module.save:
             module.redraw(module.checksum.device)  # type: ignore[arg-type]
@@ -198,10 +198,10 @@ def finish_loading(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextlib.contextmanager
 def original_config(config: Any, original: type[Any]) -> Iterator[None]:
-    """`config` passes for one of class `original` inside this context.
+    """Let `config` pass as an instance of `original` in a context.
 
-    Some heads of transformers make the model inside them with `AutoModel.from_config(config)`, which chooses by the
-    config's class. What is inside a bundle is an original model, in which the bundle then exchanges modules.
+    Some heads of transformers build their inner model with `AutoModel.from_config(config)`, which chooses by the
+    config's class. The inner model of a bundle is an original one, in which the bundle then exchanges modules.
     """
     bundled = type(config)
     config.__class__ = original
@@ -212,7 +212,7 @@ def original_config(config: Any, original: type[Any]) -> Iterator[None]:
 
 
 CONFIG_FILE = "config.json"
-# What constructors of transformers raise without saying which entry they could not use.
+# Raised by constructors of transformers that do not say which entry they could not use.
 BARE = (TypeError, KeyError, AttributeError, IndexError, AssertionError, ArithmeticError, RuntimeError, MemoryError)
 # Entries of config.json that users may edit, and those that loaders and the Hub write.
 FREE_ENTRIES = {"_commit_hash", "_name_or_path", "auto_map", "custom_pipelines", "id2label", "label2id", "name_or_path"}
@@ -258,15 +258,15 @@ class BundledConfig:
 
 @contextlib.contextmanager
 def checked_files(model: nn.Module, files: Sequence[str], quantized: bool, fresh: set[str]) -> Iterator[None]:
-    """A context to load a bundle's weights in: ConfigError if they fit its modules only by force, or are damaged.
+    """Check a bundle's weights while they are loaded in a context: ConfigError if they do not fit or are damaged.
 
-    Digests are computed beside the loading, and asked for at its end.
+    Digests are computed in parallel with loading and compared at the end.
 
     Args:
         model: as built from the config.
-        files: one, or the shards.
-        quantized: whether the modules expect another type than the files have.
-        fresh: tensors that may have another number of rows in the files, because they are not taken from there.
+        files: the weights file, or its shards.
+        quantized: whether the modules expect another dtype than the files have.
+        fresh: tensors that are not loaded and so may have another number of rows in the files.
     """
     expected = {key: (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
     what = f"does not fit {type(model).__name__}, or is damaged"
@@ -327,24 +327,24 @@ class BundledModel:
 
     @classmethod
     def _original(cls) -> Any:
-        """The transformers class that this one was made from."""
+        """Return the transformers class that this one was made from."""
         return next(base for base in cls.__mro__ if not issubclass(base, BundledModel) and base is not cls)
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        # transformers answers by searching the source file of the class; what counts is the original's.
+        # transformers searches the source file of the class for this; the original's is what matters.
         return cls._original()._can_set_attn_implementation()
 
     @classmethod
     def get_init_context(cls, *args: Any, **kwargs: Any) -> list[Any]:
-        """Skip initial values: loading is strict, so every tensor comes from the file."""
+        """Skip weight initialisation: loading is strict, so every tensor comes from the file."""
         return [*super().get_init_context(*args, **kwargs), no_init_weights()]  # type: ignore[misc]
 
     @staticmethod
     def _load_pretrained_model(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **options: Any
     ) -> Any:
-        """Load the files that transformers found; `expected_keys` are those of an adapter."""
+        """Load the files that transformers found; `expected_keys` is given for adapters only."""
         load = super(BundledModel, type(model))._load_pretrained_model  # type: ignore[misc]
         files = checkpoint_files if checkpoint_files and "expected_keys" not in options else ()
         fresh = model._head_tensors() if load_config.ignore_mismatched_sizes else set()
@@ -352,7 +352,7 @@ class BundledModel:
             return load(model, state_dict, checkpoint_files, load_config, **options)
 
     def _head_tensors(self) -> set[str]:
-        """Names of the tensors outside of the encoder that have a row for each label: a new task has others."""
+        """Return the names of the tensors outside the encoder with one row per label, which a new task replaces."""
         inside = f"{self.base_model_prefix}."  # type: ignore[attr-defined]
         tensors = self.state_dict().items()  # type: ignore[attr-defined]
         return {

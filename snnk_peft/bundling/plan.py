@@ -22,7 +22,7 @@ WIDEST, WIDEST_KERNEL = 1 << 22, 1 << 8  # a module of these sizes can be descri
 
 
 def expects(what: str, fits: Callable[[Any], bool]) -> Check:
-    """A check of one value: "WHERE is VALUE; expected WHAT"."""
+    """Return a check of one value: "WHERE is VALUE; expected WHAT"."""
     return lambda where, value: [] if fits(value) else [f"{where} is {str(value)[:100]!r}; expected {what}"]
 
 
@@ -62,7 +62,7 @@ STAGE: dict[str, Check] = {
 
 
 def stage_faults(where: str, stage: Any) -> list[str]:
-    """Messages about the spec of a FeatureStage."""
+    """List the faults of a FeatureStage's spec."""
     faults = field_faults(where, stage, STAGE)
     if not isinstance(stage, Mapping) or any(name not in stage for name in STAGE):
         return faults
@@ -74,7 +74,7 @@ def stage_faults(where: str, stage: Any) -> list[str]:
 
 
 def spec_faults(where: str, spec: Any) -> list[str]:
-    """Messages about one spec, with everything inside it."""
+    """List the faults of one spec, nested ones included."""
     kind = spec.get("kind") if isinstance(spec, Mapping) else None
     if not isinstance(kind, str) or kind not in FIELDS:
         return [f"{where}: {did_you_mean('kind of bundled module', kind, list(FIELDS))}"]
@@ -122,7 +122,7 @@ LATER = {
 
 
 def field_faults(where: str, given: Any, fields: Mapping[str, Check]) -> list[str]:
-    """Messages about an object that must have exactly these fields."""
+    """List the faults of an object that must have exactly these fields."""
     if not isinstance(given, Mapping):
         return [f"{where} is {str(given)[:100]!r}; expected an object with {', '.join(fields)}"]
     faults = [f"{where} lacks {name!r}" for name in fields if name not in given and name not in LATER]
@@ -131,7 +131,7 @@ def field_faults(where: str, given: Any, fields: Mapping[str, Check]) -> list[st
 
 
 def plan_faults(modules: Any) -> list[str]:
-    """Messages about everything that is wrong with the plan of a bundle."""
+    """List all faults of a bundle's plan."""
     if not isinstance(modules, Mapping):
         return [f"snnk_plan.modules is {str(modules)[:100]!r}; expected an object {{module path: spec}}"]
     return [fault for path, spec in modules.items() for fault in spec_faults(f"snnk_plan.modules[{path!r}]", spec)]

@@ -1,10 +1,10 @@
-"""Bundles whose task head reads pooled hidden states of any layers; the original class reads one vector of the last.
+"""Bundles whose task head reads pooled hidden states of any layers; the original reads one vector of the last layer.
 
     pooled_head     logits = A φ + a,  φ of heads/features.py      spec: views, stage, width, layers, outputs,
                     or A (φ − mean) · scale + a                     standardized
 
-Modules of transformers hand one tensor on, and this head reads several, so the model's `forward` is another one; its
-arguments are the original's. Part of the code file of bundles that have such a head.
+Modules of transformers pass on one tensor, and this head reads several, so the model has a `forward` of its own, with
+the arguments of the original's. Part of the code file of bundles that have such a head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from snnk_peft.layers.feature_stage import FeatureStage
 class PooledHead(nn.Module):
     """A linear head over the output of a `HeadReader`, standardised first if it will be trained.
 
-    One learning rate then suits all columns, whose spreads differ by orders of magnitude.
+    One learning rate then suits all columns, whose standard deviations differ by orders of magnitude.
     """
 
     mean: Tensor
@@ -45,7 +45,7 @@ class PooledHead(nn.Module):
     def forward(
         self, hidden_states: tuple[Tensor, ...], mask: Tensor | None = None, second: Tensor | None = None
     ) -> Tensor:
-        """(B, outputs), arguments as of `HeadReader`; no autocast, which costs digits of sums."""
+        """Return (B, outputs), arguments as for `HeadReader`; without autocast, which loses precision in sums."""
         with full_precision(hidden_states[0]):
             vectors = self.reader(hidden_states, mask, second)
             if self.standardized:
@@ -53,7 +53,7 @@ class PooledHead(nn.Module):
             return self.linear(vectors.to(self.linear.weight.dtype))
 
     def spec(self) -> Spec:
-        """Plain data from which the module is built again."""
+        """Return plain data from which the module can be rebuilt."""
         features, stage = self.reader.features, self.reader.stage
         return {
             "kind": "pooled_head",
@@ -67,10 +67,11 @@ class PooledHead(nn.Module):
 
 
 def hidden_states_of(encoder: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any, tuple[Tensor, ...], Tensor | None]:
-    """Outputs of an encoder, its hidden states and the mask that fits them.
+    """Return the outputs of an encoder, its hidden states and the matching mask.
 
     Raises:
-        UnsupportedError: it gives no hidden states of one vector per token, or fewer of them than the mask has.
+        UnsupportedError: it returns no hidden states with one vector per token, or fewer of them than the mask has
+            tokens.
     """
     outputs = encoder(**{**inputs, "output_hidden_states": True, "return_dict": True})
     states, mask = outputs.get("hidden_states"), inputs.get("attention_mask")
@@ -89,18 +90,18 @@ def hidden_states_of(encoder: nn.Module, inputs: Mapping[str, Any]) -> tuple[Any
 
 
 def separator_of(config: Any) -> int | None:
-    """Return the token that separates two texts, if the model's configuration names one."""
+    """Return the token that separates two texts, if the model's config defines one."""
     tokens = [getattr(config, name, None) for name in ("sep_token_id", "eos_token_id")]
     return next((value for value in tokens if isinstance(value, int)), None)
 
 
 def second_text(reader: HeadReader, config: Any, inputs: Mapping[str, Any]) -> Tensor | None:
-    """Which tokens are of the second text, (B, L) bool; None for a reader that need not know.
+    """Return the mask of the second text's tokens, (B, L) bool; None for a reader that does not need it.
 
-    Those with the token type 1; of a model that has no token types, those after the first separator.
+    These are the tokens with token type 1; in a model without token types, those after the first separator.
 
     Raises:
-        UnsupportedError: nothing tells.
+        UnsupportedError: the second text cannot be identified.
     """
     if not reader.features.of_pairs:
         return None
@@ -119,7 +120,7 @@ def second_text(reader: HeadReader, config: Any, inputs: Mapping[str, Any]) -> T
 
 
 def as_pairs(inputs: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The inputs with their second half marked as the second text, in the way that `second_text` reads."""
+    """Mark the second half of the inputs as the second text, in the form that `second_text` reads."""
     ids, separator = inputs["input_ids"], separator_of(config)
     half = ids.shape[1] // 2
     if separator is None:
@@ -131,7 +132,7 @@ def as_pairs(inputs: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
 
 
 class PooledHeadModel(BundledModel):
-    """Mixin of a bundle's class: a PooledHead at `snnk_head` instead of the original pooler and head."""
+    """Mixin of bundle classes with a PooledHead at `snnk_head` instead of the original pooler and head."""
 
     snnk_head: PooledHead
 
@@ -156,14 +157,14 @@ class PooledHeadModel(BundledModel):
 
 
 def forward_like(original: type[Any]) -> Callable[..., Any]:
-    """`forward` of a PooledHeadModel, with the arguments of the original class: Trainer and pipelines read them."""
+    """Return the `forward` of a PooledHeadModel with the original's signature, which Trainer and pipelines inspect."""
     signature = inspect.signature(original.forward)
     names = list(signature.parameters)[1:]
 
     def forward(self: PooledHeadModel, *args: Any, **kwargs: Any) -> Any:
         return self.predict({**dict(zip(names, args, strict=False)), **kwargs})
 
-    # No functools.wraps: accelerate takes its own wrappers off by following __wrapped__, and would follow this one too.
+    # No functools.wraps: accelerate removes its wrappers by following __wrapped__, and would follow this one too.
     forward.__signature__ = signature  # type: ignore[attr-defined]
     forward.__doc__ = original.forward.__doc__
     return forward

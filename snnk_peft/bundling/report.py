@@ -1,4 +1,4 @@
-"""What is known of a bundle: whether it agrees with the patched model on a probe, and its report."""
+"""The report of a bundle, and its comparison with the patched model on a probe."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Folded:
 
     Args:
         paths: the modules that changed.
-        before: what stood there in the pretrained model.
-        after: what stands there now.
+        before: description of the modules in the pretrained model.
+        after: description of the new modules.
         bytes_before: bytes of the pretrained modules in a checkpoint.
         bytes_after: bytes of the new ones.
     """
@@ -43,11 +43,11 @@ class Folded:
 
 @dataclass(frozen=True)
 class FoldedAlike:
-    """Folded groups that differ only in the number of their layer.
+    """Folded groups that differ only in the layer index.
 
     Args:
         paths: the modules, with the indices of all layers in one pair of braces.
-        count: how many groups these are.
+        count: number of groups.
         folded: one of them.
     """
 
@@ -57,7 +57,7 @@ class FoldedAlike:
 
 
 def group(entries: Iterable[Folded]) -> list[FoldedAlike]:
-    """Equal entries together, in the order in which the first of each kind comes."""
+    """Group equal entries, in the order of their first occurrence."""
     kinds: dict[tuple[Any, ...], list[Folded]] = {}
     for entry in entries:
         shape = tuple(_LAYER.sub(".{}.", path, count=1) for path in entry.paths)
@@ -69,12 +69,12 @@ def group(entries: Iterable[Folded]) -> list[FoldedAlike]:
     ]
 
 
-# The first number in a path is that of the layer.
+# The first number in a path is the layer index.
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def _joined(paths: tuple[str, ...]) -> str:
-    """One path for all, "a.{0-2,5}.b" for a.0.b, a.1.b, a.2.b and a.5.b."""
+    """Join paths into one, such as "a.{0-2,5}.b" for a.0.b, a.1.b, a.2.b and a.5.b."""
     if len(paths) == 1:
         return paths[0]
     runs: list[list[int]] = []
@@ -105,7 +105,7 @@ class BundleReport:
         bytes_after: the same in bytes.
         parity_error: largest difference between the outputs of bundle and patched model on a probe batch, relative to
             the largest output.
-        parity_tolerance: what would have been accepted.
+        parity_tolerance: largest error that is accepted.
         dtype: floating type of the bundle.
     """
 
@@ -129,10 +129,10 @@ class BundleReport:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BundleReport:
-        """The report that `to_dict` wrote.
+        """Build the report from the data of `to_dict`.
 
         Raises:
-            ConfigError: it was changed since.
+            ConfigError: the data was changed since.
         """
         try:
             return cls(**{**data, "folded": [Folded(**entry) for entry in data["folded"]]})
@@ -140,7 +140,7 @@ class BundleReport:
             raise ConfigError(f"snnk_plan.report in config.json is no report of a bundle: {error}") from error
 
     def rows(self) -> list[tuple[str, int, int]]:
-        """(what, parameters, bytes) of the pretrained, the patched and the bundled model."""
+        """Return (name, parameters, bytes) of the pretrained, the patched and the bundled model."""
         return [
             ("pretrained", self.parameters_base, self.bytes_base),
             ("patched", self.parameters_patched, self.bytes_patched),
@@ -148,7 +148,7 @@ class BundleReport:
         ]
 
     def folded_alike(self) -> list[FoldedAlike]:
-        """`folded`, with equal entries of several layers together."""
+        """Return `folded` with equal entries of several layers grouped."""
         return group(self.folded)
 
     def __str__(self) -> str:
@@ -166,10 +166,10 @@ class BundleReport:
 
 
 def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Random inputs for a model of texts, images or mel spectrograms, always the same; some tokens are padding.
+    """Create random inputs for a model of texts, images or mel spectrograms, always the same; some tokens are padding.
 
     Raises:
-        UnsupportedError: the model reads something else; `bundle(model, probe=...)` takes inputs for it.
+        UnsupportedError: the model takes other inputs; pass them as `bundle(model, probe=...)`.
     """
     config, generator = model.config, torch.Generator("cpu").manual_seed(0)
     if model.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
@@ -205,7 +205,7 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def text_room(config: Any) -> int | None:
-    """Return the largest number of tokens in a text; None if the config does not say."""
+    """Return the maximum number of tokens of a text; None if the config does not specify it."""
     positions, pad = getattr(config, "max_position_embeddings", None), getattr(config, "pad_token_id", None)
     if positions is None or pad is None or pad >= positions - 1:
         return positions
@@ -214,7 +214,7 @@ def text_room(config: Any) -> int | None:
 
 @torch.no_grad()
 def compare(model: nn.Module, bundled: Callable[..., Any], inputs: Mapping[str, Any]) -> tuple[float, str]:
-    """The largest difference between two models' outputs, relative to the largest value of that output; no autocast.
+    """Compute the largest difference between two models' outputs, relative to the output's largest value; no autocast.
 
     Returns:
         The error (NaN if an output is NaN or infinite) and the name of the output where it occurs.

@@ -1,1 +1,1 @@
-"""The calibrate verb: batches are checked, passes are scheduled, parts are fitted, all or nothing."""
+"""Calibration: check the batches, schedule the passes and fit the parts, all or nothing."""

@@ -2,7 +2,7 @@
 
 Sixteen random directions out of a few hundred give only a small part of the loss reduction that an adapter can reach;
 the gradient of the loss shows the best ones (solvers/gradient_rows.py). Nothing is trained: adapters are zero before
-and after, so the same forward and backward passes serve all of them.
+and after, so one set of forward and backward passes serves all of them.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def calibrate_adapters(
 ) -> AdapterReport:
     """Set the rows of untrained adapters to the directions that reduce the loss most, from one labelled pass.
 
-    For adapters over the projections "free" (whose rows are then trained) and "informed" (whose rows are fixed). The
-    model's outputs do not change. A new task head should start at the labels' mean or frequencies, as in
+    Applies to adapters over the projections "free" (whose rows are then trained) and "informed" (whose rows are fixed).
+    The model's outputs do not change. A new task head should start at the labels' mean or frequencies, as in
     recipes/finetune.py; otherwise the gradients mostly correct the head.
 
     All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was. With several processes
@@ -76,18 +76,18 @@ def calibrate_adapters(
 
     Args:
         model: a model from `get_snnk_model` with an adapter that has not been trained.
-        batches: model-input dicts with labels, of which the model makes a loss; as a list, a DataLoader or a function
-            that returns an iterator, always in the same order. Some hundred examples are enough, in a dozen batches.
+        batches: model-input dicts with labels, from which the model computes a loss; a list, a DataLoader or a function
+            that returns an iterator, always in the same order. A few hundred examples in a dozen batches are enough.
         held_out: fraction of the batches that chooses the regularisation and judges the rows.
         ridges: candidates for the regularisation, as fractions of the mean square of an input.
-        refit: once it is chosen, make the rows from all batches.
+        refit: once the regularisation is chosen, compute the rows from all batches.
         progress: show a progress bar with an estimate.
 
     Returns:
         An AdapterReport; print it for a table.
 
     Raises:
-        ConfigError: no adapter of the kind, a trained one, too few batches, batches without labels, bad arguments.
+        ConfigError: no such adapter, a trained one, too few batches, batches without labels, bad arguments.
         ValueError: a weight, the loss or a gradient is not finite; names the parameter or the batch.
         NumericalError: no gradient arrives at an adapter.
 
@@ -227,7 +227,7 @@ def _keeping(kept: list[torch.Tensor], stage: FeatureStage) -> Any:
 
 
 def _differentiable(kept: list[torch.Tensor]) -> Any:
-    """A hook that keeps an output, of which the loss can be differentiated even where nothing is trained."""
+    """Return a hook that keeps an output and makes it require a gradient, even if nothing is trained."""
 
     def keep(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         output = output if output.requires_grad else output.detach().requires_grad_()
@@ -240,10 +240,10 @@ def _differentiable(kept: list[torch.Tensor]) -> Any:
 def _gradients(
     model: nn.Module, index: int, batch: Batch, outputs: Sequence[Sequence[torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
-    """The loss's gradient of each output that a forward pass leaves in `outputs`.
+    """Compute the gradient of the loss with respect to each output that a forward pass leaves in `outputs`.
 
     Raises:
-        ConfigError: the model makes no loss of the batch.
+        ConfigError: the model returns no loss for the batch.
         ValueError: loss or gradient is not finite.
     """
     words = [key for key in LABELS if key in batch and not isinstance(batch[key], torch.Tensor)]
@@ -276,7 +276,7 @@ def _gradients(
 
 @torch.no_grad()
 def _settle(adapter: _Adapter, moments: GradientMoments, ridges: Sequence[float], refit: bool) -> AdapterSlotReport:
-    """Install the rows, scaled like the old ones: their projections of the inputs have the same mean square."""
+    """Install the rows, scaled so that their projections of the inputs have the same mean square as the old ones."""
     projection = adapter.stage.feature_map.projection
     before = projection.materialize().detach().double()
     try:

@@ -1,12 +1,13 @@
-"""What a user sees of a model: its answers, how far those of another model are from them, and what they depend on.
+"""The answers of a model, their distance from those of another model, and the loss that shows what they depend on.
 
-    logits z of classes, words or places    q for p: KL(p ‖ q) in nats; drawn: Σ s √p (z − p·z), with random signs s
-    numbers, logits of several labels       squared difference over the variance; drawn: s·z
-    embeddings                              of pooled vectors over their lengths, 1 − v·v'; drawn: ε·v, ε normal
+    logits z of classes, tokens, positions  KL(p ‖ q) in nats; drawn: Σ s √p (z − p·z), with random signs s
+    regression, multi-label logits          squared difference over the variance; drawn: s·z
+    embeddings                              1 − v·v' of the normalised pooled vectors; drawn: ε·v, ε normal
 
-No label is read. With g the gradient of the loss of `drawn_loss` at any place inside the model, E g gᵀ is the Fisher
-information of the answers there: a small change δ of that place moves the answers by δᵀ E[g gᵀ] δ (in nats: by half of
-it). Labels drawn from p give the same second moment, diag p − p pᵀ at the logits, but few of them would decide it.
+No labels are needed. With g the gradient of `drawn_loss` with respect to any activation inside the model, E g gᵀ is the
+Fisher information of the answers there: a small change δ of that activation moves the answers by δᵀ E[g gᵀ] δ (in nats,
+by half of that). Labels drawn from p give the same second moment, diag p − p pᵀ at the logits, but with a larger
+variance.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ Pooling = str | Callable[[Tensor, Mapping[str, Any]], Tensor]  # one of POOLINGS
 
 
 class Answers:
-    """Reads the answers of a model, and of others that were made from it, from their outputs.
+    """Reader of the answers in the outputs of a model and of models made from it.
 
     Args:
         model: a transformers model, patched or not.
-        pooling: how token states become one vector where the model gives no logits: their "mean" over the mask, the
-            "first" or the "last" token's, or a function of the states and the inputs, such as what follows the encoder
-            in a SentenceTransformer.
+        pooling: how token states become one vector if the model has no logits: "mean" over the mask, "first" or "last"
+            token, or a function of the states and the inputs, such as the modules behind the encoder of a
+            SentenceTransformer.
 
     Raises:
         ConfigError: an unknown pooling.
@@ -54,7 +55,7 @@ class Answers:
         self.causal = "ForCausalLM" in type(root).__name__
 
     def read(self, outputs: Any, inputs: Mapping[str, Any]) -> Rows:
-        """(n, dim) of each output that counts, without padding: logits, or unit vectors of the embeddings."""
+        """Return the rows (n, dim) of each relevant output, without padding: logits, or embeddings of unit length."""
         mask, outputs = inputs.get("attention_mask"), _named(outputs)
         logits = {name: value for name, value in outputs.items() if name.endswith("logits") and value is not None}
         if logits:
@@ -66,17 +67,17 @@ class Answers:
         return {"embedding": torch.nn.functional.normalize(pooled, dim=-1)}
 
     def kind(self, name: str, width: int) -> str:
-        """ "classes", "numbers" or "vectors", of an output by its name in `read`, `width` numbers per row."""
+        """Return "classes", "numbers" (regression) or "vectors" for the output `name` of `read`, `width` wide."""
         if not name.endswith("logits"):
             return "vectors"
         return "classes" if width > 1 and self.problem not in OTHER_PROBLEMS else "numbers"
 
     def drawn_loss(self, answers: Rows, generator: torch.Generator) -> Tensor:
-        """Sum over the rows of a loss whose gradients have the Fisher information as their second moment.
+        """Sum over the rows a loss whose gradients have the Fisher information as their second moment.
 
         Args:
-            answers: of `read`, with gradients.
-            generator: of the signs and directions that are drawn, on the CPU.
+            answers: the result of `read`, with gradients.
+            generator: a CPU generator for the random signs and directions.
         """
         total = torch.zeros(())
         for name, given in answers.items():
@@ -96,7 +97,8 @@ class Answers:
         return total
 
     def distances(self, original: Rows, other: Rows) -> Rows:
-        """Distance of each row to the original's, (n,) per output: nats, squares or 1 − cosine; differentiable."""
+        """Compute the distances of the rows from the original's, (n,) per output, differentiable: nats, squares or 1 −
+        cosine."""
         return {name: self._distance(name, rows, other[name]) for name, rows in original.items()}
 
     def _distance(self, name: str, original: Tensor, other: Tensor) -> Tensor:
@@ -112,7 +114,7 @@ class Answers:
 
 
 class Comparison:
-    """Compares the answers of one model with those of the original, batch by batch.
+    """Comparison of a model's answers with those of the original, batch by batch.
 
     Example:
         >>> import torch
@@ -134,7 +136,7 @@ class Comparison:
 
     @torch.no_grad()
     def update(self, original: Any, other: Any, inputs: Mapping[str, Any]) -> None:
-        """Add the outputs of both for the same inputs."""
+        """Add the outputs of both models for the same inputs."""
         expected, given = (self.answers.read(outputs, inputs) for outputs in (original, other))
         for name, rows in expected.items():
             rows, theirs = rows.double(), given[name].double()
@@ -154,7 +156,7 @@ class Comparison:
                     kept.append((rows.cpu(), theirs.cpu()))
 
     def _told_words(self, sums: dict[str, float], original: Tensor, other: Tensor, inputs: Mapping[str, Any]) -> None:
-        """−log of what each model gives the words that follow in the text."""
+        """Add the negative log-likelihood of the next tokens under each model."""
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         if ids is None or original.shape[:2] != ids.shape or ids.shape[1] < 2:
             return
@@ -167,8 +169,8 @@ class Comparison:
         sums["words"] = sums.get("words", 0.0) + float(real.sum())
 
     def distance(self) -> float:
-        """The mean distance: nats of logits, 1 − cosine of embeddings, of numbers the squared difference relative to
-        their variance; of several outputs, their mean. 0 for equal answers, NaN if one is no number.
+        """Return the mean distance: nats for logits, 1 − cosine for embeddings, the squared difference relative to the
+        variance for regression; averaged over outputs. 0 for equal answers, NaN if an answer is NaN.
 
         Raises:
             ConfigError: no row was compared.
@@ -189,13 +191,13 @@ class Comparison:
         return sum(errors) / len(errors)
 
     def figures(self) -> dict[str, float]:
-        """What a user compares; of several outputs, the means.
+        """Return the metrics of the comparison, averaged over outputs.
 
         Returns:
-            Of classes `agreement`, the share of rows with the same class, and `divergence` in nats; of causal models
-            beside these `perplexity` and `original_perplexity` of the texts; of numbers `correlation` (Pearson) and
-            `difference`, the root of the mean square; of embeddings `cosine` with the original's vectors,
-            `similarity_correlation` (Spearman, of the similarities of all pairs of texts) and `neighbours`, the share
+            For classes, `agreement`, the share of rows with the same class, and `divergence` in nats; for causal
+            models, also `perplexity` and `original_perplexity` of the texts; for regression, `correlation` (Pearson)
+            and `difference`, the root mean square; for embeddings, `cosine` with the original's vectors,
+            `similarity_correlation` (Spearman, over the similarities of all pairs of texts) and `neighbours`, the share
             of each text's ten nearest that stay among the ten nearest.
         """
         found: dict[str, list[float]] = {}
@@ -221,7 +223,7 @@ def _draws(like: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _named(outputs: Any) -> Mapping[str, Any]:
-    """Outputs by name; a tuple or a tensor, of a model that gives no names, holds one."""
+    """Return the outputs by name; from a tuple or tensor, which has no names, the first one."""
     if isinstance(outputs, Mapping):
         return outputs
     return {"output": outputs if isinstance(outputs, Tensor) else outputs[0]}
@@ -250,7 +252,7 @@ def _of_vectors(original: Tensor, other: Tensor) -> dict[str, float]:
 
 
 def _rows(output: Tensor, mask: Any) -> Tensor:
-    """(n, classes) without padding, where the output has a row for every token, or for every pixel of a map."""
+    """Flatten an output to (n, classes): one row per example, real token or pixel."""
     if output.ndim == 4:  # (batch, classes, height, width)
         output = output.movedim(1, -1)
     rows = output.reshape(-1, output.shape[-1])
@@ -260,7 +262,7 @@ def _rows(output: Tensor, mask: Any) -> Tensor:
 
 
 def _pooled(states: Tensor, mask: Any, pooling: str) -> Tensor:
-    """(batch, dim) of states (batch, tokens, dim), (batch, dim, height, width) or (batch, dim)."""
+    """Pool states (batch, tokens, dim), (batch, dim, height, width) or (batch, dim) to (batch, dim)."""
     if states.ndim == 4:
         return states.mean((2, 3))
     if states.ndim != 3:

@@ -63,21 +63,21 @@ def fit_attention(
             ("free", "gmm" and so on), not yet wrapped by DDP or FSDP.
         batches: model-input dicts, as for `calibrate`: a list, a DataLoader or a function that returns an iterator,
             always in the same order. Labels are ignored. Read repeatedly until all steps are done.
-        steps: of Adam, one batch each; its learning rate falls linearly to zero.
-        learning_rate: of the first step.
+        steps: number of Adam steps, one batch each; the learning rate decays linearly to zero.
+        learning_rate: learning rate of the first step.
         loss: per query and head, "cross_entropy" of the attention weights (as Kullback-Leibler divergence; for positive
             features), "output", the squared error of what the layer's heads give, or "weights", that of the weights.
             The first and the last form them, O(L²) memory, for at most 2048 keys.
-        held_out: fraction of the batches that is not fitted, in (0, 1); the reported errors are theirs.
+        held_out: fraction of the batches that is not fitted, in (0, 1); errors are reported on these.
         progress: show a progress bar with an estimate.
 
     Returns:
         A CalibrationReport with a row per layer; errors are squared errors of the heads' outputs relative to their
-        variance on held-out tokens, whatever the loss, and seconds the layer's share.
+        variance on held-out tokens, whatever the loss; seconds are the layer's share.
 
     Raises:
         ConfigError: nothing to fit, too few batches, bad arguments, several processes; all faults at once.
-        ValueError: weights hold NaN or infinity; names the parameter.
+        ValueError: a weight is NaN or infinite; names the parameter.
         NumericalError: the loss is no longer finite.
 
     Example:

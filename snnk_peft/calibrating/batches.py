@@ -1,4 +1,4 @@
-"""The batches of a fit: looked at once before anything runs, then read again and again."""
+"""The batches of a fit: checked once before anything runs, then read repeatedly."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
 
 def read(batches: Batches) -> Iterator[Any]:
-    """The batches once more, as they are given.
+    """Return a fresh iterator over the batches.
 
     Raises:
-        ConfigError: a function that returns none.
+        ConfigError: a function that does not return batches.
     """
     given = batches() if callable(batches) else batches
     try:
@@ -40,7 +40,7 @@ def read(batches: Batches) -> Iterator[Any]:
 
 
 def refuse_no_batches(batches: Any) -> None:
-    """Raise ConfigError for what does not hold batches: a single batch, a text, a tokenizer, nothing."""
+    """Raise ConfigError for anything but batches: a single batch, a text, a tokenizer, None."""
     expected = f"expected a list of dicts of model inputs, such as a tokenizer {GIVES}, or a DataLoader"
     if isinstance(batches, Mapping):
         inside = ", ".join(map(str, batches))
@@ -52,7 +52,7 @@ def refuse_no_batches(batches: Any) -> None:
     if hasattr(batches, "columns") and hasattr(batches, "iloc"):  # a DataFrame, which gives its column names
         inside = ", ".join(map(str, batches.columns))
         raise ConfigError(f"batches is a {type(batches).__name__} ({inside}); {expected}")
-    # Models, tokenizers and classes can be called, and some be iterated, but give no batches.
+    # Models, tokenizers and classes are callable, and some are iterable, but they yield no batches.
     other = isinstance(batches, (str, bytes, type)) or hasattr(batches, "from_pretrained")
     if other or not (_starts(batches) or hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
         raise ConfigError(
@@ -61,7 +61,7 @@ def refuse_no_batches(batches: Any) -> None:
 
 
 def _starts(batches: Any) -> bool:
-    """Return True for what can be called without arguments."""
+    """Return whether an object can be called without arguments."""
     try:
         inspect.signature(batches).bind()
     except TypeError:
@@ -72,10 +72,10 @@ def _starts(batches: Any) -> bool:
 
 
 def checked(model: nn.Module, batches: Iterable[Any], targets: str | None = None) -> Iterator[Batch]:
-    """Batches that are read once, as tensors, each of them looked at before a model runs on it.
+    """Yield batches as tensors, reading them once and checking each before a model runs on it.
 
     Raises:
-        ConfigError: what is wrong with the first batch that cannot be used; no targets in it.
+        ConfigError: faults of the first unusable batch, missing targets included.
     """
     refuse_no_batches(batches)
     empty = True
@@ -98,14 +98,14 @@ def checked(model: nn.Module, batches: Iterable[Any], targets: str | None = None
 
 
 def labelled(model: nn.Module, batches: Iterable[Any], targets: str) -> Iterator[tuple[int, dict[str, Any], Any]]:
-    """(index, inputs, targets) of batches as of `checked`."""
+    """Yield (index, inputs, targets) for batches as `checked` reads them."""
     for index, batch in enumerate(checked(model, batches, targets)):
         yield index, {name: value for name, value in batch.items() if name != targets}, batch[targets]
 
 
 @contextlib.contextmanager
 def of_batch(index: int) -> Iterator[None]:
-    """Faults that are found inside name the batch."""
+    """Prefix the faults of a ConfigError raised inside the context with the batch."""
     try:
         yield
     except ConfigError as error:
@@ -113,10 +113,10 @@ def of_batch(index: int) -> Iterator[None]:
 
 
 def checked_one(model: nn.Module, batch: Any, name: str) -> dict[str, Any]:
-    """One batch as tensors, on the device of the model, labels included.
+    """Return one batch as tensors on the device of the model, labels included.
 
     Raises:
-        ConfigError: everything that is wrong with it.
+        ConfigError: all faults of the batch.
     """
     check = InputCheck(model)
     made = check.look(None, batch, name)
@@ -136,7 +136,7 @@ def is_held_out(index: int, fraction: float) -> bool:
 
 
 def tokens_of(batch: Mapping[str, Any]) -> int:
-    """Count the real tokens of a batch; for images approximately."""
+    """Count the real tokens of a batch; approximate for images."""
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2:
         return int((mask != 0).sum())
@@ -147,12 +147,12 @@ def tokens_of(batch: Mapping[str, Any]) -> int:
 
 
 def examples_in(batch: Mapping[str, Any]) -> int:
-    """The number of examples in a batch."""
+    """Return the number of examples in a batch."""
     return next((len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim), 0)
 
 
 def split(inputs: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
-    """So many examples of a batch at a time; the whole batch where not every tensor has a row for each of them."""
+    """Split a batch into pieces of `size` examples; yield it whole if some tensor does not have a row per example."""
     examples = examples_in(inputs)
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.ndim}
     if examples < 2 or any(len(value) != examples for value in tensors.values()):
@@ -163,22 +163,22 @@ def split(inputs: Mapping[str, Any], size: int) -> Iterator[dict[str, Any]]:
 
 
 def spread(number: int, share: float) -> bool:
-    """Choose a share of batches by their numbers, evenly whatever the rhythm in which some of them are held out."""
+    """Choose a share of batches by index, evenly spread and independently of which ones are held out."""
     return number * GOLDEN % 1 < share
 
 
 class Survey:
-    """The result of reading all batches once; iterate over it to read them again, any number of times.
+    """Result of reading all batches once; iterate over it to read them again, any number of times.
 
-    Everything that can be known about them before the model runs is checked here, and whether later reads give the
-    same is checked then. With several processes each looks at its own share, and all of them find the same faults.
+    All checks that need no forward pass are made here; later reads are checked to give the same batches. With several
+    processes each checks its own share, and all of them report the same faults.
 
     Attributes:
         total: number of batches of this process.
-        tokens: in all of them, about.
-        examples: in all of them.
-        faults: messages about all that is wrong with them.
-        padding: tokens that stand where a mask leaves them out.
+        tokens: approximate number of tokens in them.
+        examples: number of examples in them.
+        faults: messages about everything that is wrong with them.
+        padding: token ids at masked positions.
 
     Raises:
         ConfigError: an iterator, which can be read only once.
@@ -233,10 +233,10 @@ class Survey:
         return []
 
     def __iter__(self) -> Iterator[tuple[int, Batch]]:
-        """Yield (index, batch) again.
+        """Yield (index, batch) once more.
 
         Raises:
-            ConfigError: there are fewer or more than at first.
+            ConfigError: there are fewer or more batches than in the first read.
         """
         index = -1
         for index, given in enumerate(read(self.batches)):
@@ -269,12 +269,12 @@ class Survey:
 
 
 def model_inputs(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return a batch as the model takes it: without labels, on its device, images and audio in its dtype."""
+    """Return a batch as the model's inputs: without labels, on its device, images and audio in its dtype."""
     return {key: value for key, value in placed(model, batch).items() if key not in LABELS}
 
 
 def placed(model: nn.Module, batch: Batch) -> dict[str, Any]:
-    """A batch on the device of the model, images and audio in its dtype."""
+    """Move a batch to the device of the model, images and audio to its dtype."""
     device, dtype = place_of(model), getattr(model, "dtype", None)
     return {
         key: value.to(device, dtype if key in FLOATS else None) if isinstance(value, torch.Tensor) else value
@@ -290,14 +290,14 @@ class HeldOutRows:
         self.held_out: list[bytes] = []
 
     def add(self, digests: Iterable[bytes], is_held_out: bool) -> None:
-        """The rows of one batch, as `rows` tells them, and whether it is held out."""
+        """Add the digests of one batch, as computed by `rows`."""
         if is_held_out:
             self.held_out += digests
         else:
             self.fitted.update(digests)
 
     def warn_if_repeated(self) -> None:
-        """NumericalWarning if most of the held-out rows, of all processes, are also among the fitted ones of all."""
+        """Warn (NumericalWarning) if most held-out rows are also among the fitted ones, over all processes."""
         shares = gathered((self.fitted, self.held_out))
         fitted, held_out = set().union(*(rows for rows, _ in shares)), [row for _, rows in shares for row in rows]
         repeated = count_repeated(held_out, fitted)
@@ -318,14 +318,14 @@ class LabelledRows:
         self.labels: list[Any] = []
 
     def add(self, inputs: Mapping[str, Any], labels: torch.Tensor) -> None:
-        """The rows of one batch, as `rows` tells them, and their labels (n,), or (n, tokens) of words."""
+        """Add the digests of one batch and its labels, (n,) or, for token classification, (n, tokens)."""
         row_digests = list(rows(inputs))
         if len(row_digests) == len(labels):
             self.rows += row_digests
             self.labels += [tuple(each) if isinstance(each, list) else each for each in labels.tolist()]
 
     def reduce(self) -> None:
-        """Add the rows of all other processes; every process calls this."""
+        """Gather the rows of all processes; every process calls this."""
         shares = gathered((self.rows, self.labels))
         self.rows, self.labels = (list(chain.from_iterable(column)) for column in zip(*shares, strict=True))
 

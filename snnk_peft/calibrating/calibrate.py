@@ -1,8 +1,8 @@
 """calibrate: fit every slot that can be fitted to the module it replaces, on real activations.
 
 Schedules the passes: front to back, as often as each slot's fitter (`Slot.fitter`, in parts/) reads the batches.
-Inputs come from the stack as fitted so far; targets are the original's answers to them, and with metric="output" also
-what the original's stream is ahead by, so that a later layer repairs what an earlier one got wrong.
+Inputs come from the stack as fitted so far; targets are the original module's outputs for them, plus, with
+metric="output", the difference between the residual streams, so that a later layer corrects the errors of earlier ones.
 """
 
 from __future__ import annotations
@@ -72,18 +72,18 @@ def calibrate(
 
     Adapters, and linear attention over rows other than `centroids`, approximate no module's output. In a model without
     other parts they are fitted themselves: learned maps of attention with `steps`, as by `fit_attention`, or the rows
-    of adapters from labelled batches, as by `calibrate_adapters`. Beside parts that replace a module they stay
-    unchanged, and the fits see their effect in their inputs; these two functions fit them.
+    of adapters from labelled batches, as by `calibrate_adapters`. Next to parts that replace a module they stay
+    unchanged, and the fits see their effect in their inputs; use these two functions to fit them.
 
     With several processes (torch.distributed is initialised) each gives its own share of the batches:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
-    same bits in every process. Shares may differ in size; each needs one batch at least. Calibrate before DDP or FSDP.
+    same bits in every process. Shares may differ in size; each needs at least one batch. Calibrate before DDP or FSDP.
 
     Args:
         model: a model from `get_snnk_model` whose active adapter replaces something.
         batches: model-input dicts on any device, as a list, a DataLoader or a function that returns an iterator; read
-            once per slot (some low-rank layers: twice), always in the same order. Labels are for rows of adapters
-            alone. A few hundred to a few thousand sentences of the kind the model will see are enough.
+            once per slot (some low-rank layers: twice), always in the same order. Labels are used for rows of adapters
+            only. A few hundred to a few thousand sentences of the kind the model will see are enough.
         landmarks: how landmark projections choose their rows: "greedy" or "importance" (see solvers/landmarks).
         held_out: fraction of the batches that chooses the regularisation and is not fitted, in (0, 1). None: 0.2; for
             rows of adapters 0.5.
@@ -91,32 +91,32 @@ def calibrate(
             solvers/ridge.py, and for rows of adapters `RIDGES` of solvers/gradient_rows.py.
         refit: once the regularisation is chosen, fit to all batches, the held-out ones included. The reported error is
             the held-out one from before.
-        steps: of Adam after the closed form of an attention part over `centroids`, per layer: the first half on the
-            divergence of the weights from softmax, the second on the error of the output. 200 take a few seconds a
-            layer. And after that of FFN and pooler, where rows are the layer's (`landmark`) or learned: they move to
-            lower the error after the contraction, on a sample of 16,384 tokens; what does not lower it on held-out
-            tokens is not taken. 200 take one to three seconds a layer. A narrower FFN moves all of its matrices in
-            the same way. 0 for the closed form alone.
-        metric: what errors are measured by. "output": by what they do to the answers of the model (logits, or the
-            pooled embedding), of which one pass takes gradients, without labels; targets then make good as well what
-            layers in front got wrong, as far as held-out tokens say that this helps. "local": by the output of the
-            replaced module alone, whose answers to what it is given are the target; no gradients are needed.
-        pooling: of an encoder without a head, how token states become the vector that is its answer: their "mean" over
-            the mask, the "first" or the "last" token's, or a function of states and inputs.
+        steps: Adam steps per layer after a closed-form fit; 0 for the closed form alone. For an attention part over
+            `centroids`, the first half minimises the divergence of the weights from softmax, the second half the error
+            of the output; 200 take a few seconds per layer. For FFN and pooler whose rows are the layer's (`landmark`)
+            or learned, the rows are trained to lower the error after the contraction, on a sample of 16,384 tokens, and
+            kept only if the error on held-out tokens falls; 200 take one to three seconds per layer. A narrower FFN
+            trains all of its matrices in the same way.
+        metric: how errors are measured. "output": by their effect on the model's outputs (logits, or the pooled
+            embedding), whose gradients one pass computes without labels; targets then also correct the errors of
+            earlier layers, as far as this helps on held-out tokens. "local": at the output of the replaced module
+            alone, whose own outputs are the target; no gradients are needed.
+        pooling: how an encoder without a head turns token states into its embedding: "mean" over the mask, "first" or
+            "last" token, or a function of states and inputs.
         progress: show a progress bar with an estimate.
 
     Returns:
-        A CalibrationReport, or an AdapterReport of rows of adapters; print it for a table.
+        A CalibrationReport, or an AdapterReport for rows of adapters; print it for a table.
 
     Raises:
         ConfigError: nothing to calibrate, too few batches, an iterator that can be read only once or gives other
-            batches when read again, padding without a mask, token ids beyond the vocabulary, bad arguments; all that
-            can be known before anything runs, at once.
-        ValueError: weights or activations hold NaN or infinity; names the parameter, or slot and batch.
+            batches when read again, padding without a mask, token ids beyond the vocabulary, bad arguments; all faults
+            that can be found before anything runs, at once.
+        ValueError: a weight or activation is NaN or infinite; names the parameter, or slot and batch.
 
     Warns:
-        NumericalWarning: fewer tokens than determine a slot, with the number needed; held-out texts that are also
-            fitted; batches that come in another order than before.
+        NumericalWarning: too few tokens to determine a slot, with the number needed; held-out texts that are also
+            fitted; batches whose order changes between reads.
         UserWarning: attention whose error stays above a quarter; a far field fitted to short sequences.
 
     Example:
@@ -250,7 +250,7 @@ def _fit_all(
 
 
 def _sum_behind(model: nn.Module, path: str, standing: Mapping[str, SlotLayer], inputs: Mapping[str, Any]) -> Place:
-    """Where the output at `path`, by which a slot is judged, enters the stream."""
+    """Find where the output at `path`, on which a slot's error is measured, enters the residual stream."""
     root = root_of(model)
     layers: list[str] = []
     with contextlib.suppress(UnsupportedError):
@@ -283,7 +283,7 @@ class _FitPlace:
 
 
 def slot_to_fit(layer: SlotLayer) -> Slot | None:
-    """The active slot of a layer that can be fitted, or None."""
+    """Return the active slot of a layer that can be fitted, or None."""
     return next((slot for slot in layer.active_slots() if type(slot).fitter is not Slot.fitter), None)
 
 

@@ -1,4 +1,4 @@
-"""What surrounds a fit: weights are finite, a padding token is named, and a failure leaves the model as it was."""
+"""Guards around a fit: weights must be finite, a padding token is set, and a failure leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NONE = -1  # no token: nothing is padding
 
 
 def common_faults(model: nn.Module, held_out: object, what: str, away: list[str]) -> list[str]:
-    """Messages about what no fit of a part can do."""
+    """Collect the faults that rule out any fit of a part."""
     faults = number_faults("held_out", held_out, above=0, below=1)
     if away:
         faults.append(
@@ -33,10 +33,10 @@ def common_faults(model: nn.Module, held_out: object, what: str, away: list[str]
 
 @contextlib.contextmanager
 def all_or_nothing(model: nn.Module, written: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-    """Whatever ends the block early, an error or Ctrl-C, the model leaves it bit for bit as it entered.
+    """Restore the model bit for bit if the block ends early, by an error or Ctrl-C.
 
-    Values are kept of tensors that are written to; of everything else that a module holds (hooks, flags, whose
-    attention it asks for), the references.
+    For tensors that are written to, the values are saved; for everything else in a module (hooks, flags, the attention
+    implementation), the references.
 
     Args:
         model: any model.
@@ -56,7 +56,7 @@ def all_or_nothing(model: nn.Module, written: Iterable[torch.Tensor] | None = No
 
 
 class _Before:
-    """A model at one moment; arguments as for `all_or_nothing`."""
+    """Snapshot of a model; arguments as for `all_or_nothing`."""
 
     def __init__(self, model: nn.Module, written: Iterable[torch.Tensor]):
         self.modules = [_Attributes(module) for module in model.modules()]
@@ -64,7 +64,7 @@ class _Before:
         self.tensors = [_Tensor(tensor) for tensor in tensors.values()]
 
     def restore(self) -> None:
-        """Put everything back; may be interrupted and begun again."""
+        """Restore everything; may be interrupted and called again."""
         for module in self.modules:
             module.restore()
         for tensor in self.tensors:
@@ -73,7 +73,7 @@ class _Before:
 
 
 class _Attributes:
-    """References of one module; its dicts (of hooks, parameters, children) stay the same objects."""
+    """Saved references of one module; its dicts (of hooks, parameters, children) stay the same objects."""
 
     def __init__(self, module: nn.Module):
         self.module, self.values = module, dict(vars(module))
@@ -86,7 +86,7 @@ class _Attributes:
 
 
 class _Tensor:
-    """Saves the values of one tensor, its gradient and whether it has one."""
+    """Saved values and gradient of one tensor."""
 
     def __init__(self, tensor: torch.Tensor):
         self.tensor, self.values = tensor, tensor.detach().clone()
@@ -114,10 +114,10 @@ def _slot_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def refuse_not_finite(model: nn.Module, replaced: bool = True) -> None:
-    """ValueError if a parameter in use holds NaN or infinity.
+    """Raise ValueError if a parameter in use is NaN or infinite.
 
     Args:
-        model: plain or patched; the slots of adapters that are not active do not count.
+        model: plain or patched; slots of inactive adapters are ignored.
         replaced: whether the originals of modules that a slot replaces are in use, as they are when it is fitted.
     """
     faults = [
@@ -141,7 +141,7 @@ def _all_finite(value: torch.Tensor) -> bool:
 
 
 def refuse_overflow(model: nn.Module, inputs: Mapping[str, Any], what: str) -> None:
-    """ValueError if an output of the model is NaN or infinite for some inputs, with the module where that begins."""
+    """Raise ValueError if an output of the model is NaN or infinite for these inputs; names the first such module."""
     paths = {module: path for path, module in model.named_modules()}
     first: list[str] = []
 
@@ -194,13 +194,13 @@ def _finite(value: Any) -> bool:
 
 @contextlib.contextmanager
 def named_padding(model: Any, tokens: set[int]) -> Iterator[None]:
-    """Inside, the config of a classifier of texts names a padding token.
+    """Set a padding token in the config of a text classifier within a context.
 
-    Decoders look for the last token that is not padding, and transformers refuses several examples where the config
-    names none. What the tokenizer padded with stands in the batches, where the mask leaves it out.
+    Decoders look for the last token that is not padding, and transformers refuses more than one example if the config
+    has no padding token. The tokenizer's padding token is found in the batches, at masked positions.
 
     Raises:
-        ConfigError: several.
+        ConfigError: different tokens at masked positions.
     """
     root = root_of(model)
     config: Any = getattr(root, "config", None)

@@ -1,11 +1,11 @@
 """The tensors of one batch: converted where that is unambiguous, with messages about what is wrong otherwise.
 
 Lists of equal length and arrays become tensors, and a row of a data set (whose `input_ids` have one axis) a batch of
-one example. Rows of several lengths are not padded here: what padding is, only the tokenizer knows. Nor are lists of
-tensors stacked: torch's default_collate makes them of columns, so that examples and tokens would change places.
+one example. Rows of different lengths are not padded here: only the tokenizer knows the padding token. Nor are lists of
+tensors stacked: torch's default_collate builds them from columns, so examples and tokens would be swapped.
 
-Padding without a mask cannot be told from text in general. It can where the model or its tokenizer's convention names
-a token for padding: two of them in a row at either end of a sequence are no text.
+In general, padding without a mask cannot be told from text. If the model or its tokenizer's convention defines a
+padding token, it can: two of them in a row at either end of a sequence are not text.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Batch = Mapping[str, Any]
 
 GIVES = 'gives with return_tensors="pt"'
 SHOWN = 4  # faults that are listed; the others are counted
-# Where tokens are told apart by other means than a mask over them.
+# Models that tell tokens apart by other means than an attention mask.
 APART = ("attention_mask", "position_ids", "cu_seq_lens_q")
-# Inputs that must be tensors, and how many axes one example has. Models take other things by other names (a cache).
+# Inputs that must be tensors, and how many axes one example has. Models take other objects by other names (a cache).
 EXAMPLE_AXES = {"input_ids": 1, "inputs_embeds": 2, "pixel_values": 3, "input_features": 2}
 INPUTS = {*EXAMPLE_AXES, "attention_mask", "token_type_ids", "position_ids", "input_values", "pixel_mask"}
 FLOATS = {"inputs_embeds", "pixel_values", "input_features", "input_values"}
@@ -41,7 +41,7 @@ IMAGES = 'a tensor, as processor(images, return_tensors="pt") gives it'
 
 
 class InputCheck:
-    """Looks at one batch after the other."""
+    """Checker of batches, one after the other."""
 
     def __init__(self, model: nn.Module):
         self.model = root_of(model)
@@ -51,7 +51,7 @@ class InputCheck:
         self._found: list[str] = []
 
     def look(self, index: int | None, batch: Any, name: str = "batch", targets: str | None = None) -> Batch | None:
-        """Convert a batch to tensors; None if it is not a dict of model inputs."""
+        """Convert a batch to tensors; return None if it is not a dict of model inputs."""
         where = name if index is None else f"{name} {index}"
         if not isinstance(batch, Mapping):
             self._found.append(
@@ -66,12 +66,12 @@ class InputCheck:
         return made
 
     def faults(self) -> list[str]:
-        """Return the messages; beyond a limit only their number."""
+        """Return the messages; beyond a limit, only their number."""
         more = len(self._found) - SHOWN
         return self._found if more < 2 else [*self._found[:SHOWN], f"and {more} more faults of this kind"]
 
     def _of_model(self, where: str, names: list[str]) -> Iterator[str]:
-        """What the model does not read, or lacks; names are without labels."""
+        """Yield messages about inputs that the model does not take or that are missing; `names` excludes labels."""
         name, known = type(self.model).__name__, self.forward.parameters
         main = getattr(self.model, "main_input_name", None)
         if main in known and not {main, *(each for each in EXAMPLE_AXES if each in known)} & set(names):
@@ -136,7 +136,7 @@ def _in_words(given: Any) -> str:
 
 
 def padded_rows(ids: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
-    """(rows, length) -> (rows,), True where a sequence begins or ends with two padding tokens or more."""
+    """Return, for ids (rows, length), a mask (rows,) of sequences that begin or end with two or more padding tokens."""
     if ids.shape[1] < 3:
         return torch.zeros(len(ids), dtype=torch.bool)
     padded = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
@@ -147,7 +147,7 @@ def padded_rows(ids: torch.Tensor, padding: tuple[int, ...]) -> torch.Tensor:
 
 
 def _vocabulary(model: nn.Module) -> int | None:
-    """Rows of the token embeddings; None where the model has none, or does not say which they are."""
+    """Return the number of rows of the token embeddings; None if the model has none or does not expose them."""
     try:
         embeddings = active_module(model.get_input_embeddings())  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
@@ -156,7 +156,7 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 def _padding(model: nn.Module) -> tuple[int, ...]:
-    """Return the padding token; where the model names none, the end-of-text token, which is the usual choice."""
+    """Return the padding token; if the model defines none, the end-of-text token, the usual choice."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         return ()
@@ -196,11 +196,11 @@ def as_tensors(batch: Mapping[str, Any], targets: str | None = None) -> tuple[di
 
 
 def _tensor(value: Any) -> torch.Tensor | str | None:
-    """Convert a value to a tensor; a description if that is ambiguous; None if it is no data."""
+    """Convert a value to a tensor; return a description if that is ambiguous, None if it holds no data."""
     if isinstance(value, torch.Tensor):
         if value.is_nested:
             return "a nested tensor"
-        # Tensors of inference_mode cannot take part in a graph; a copy can.
+        # Inference tensors cannot be recorded by autograd; a copy can.
         return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value
     if isinstance(value, str):
         return f"the text {value[:30]!r}"
@@ -241,7 +241,7 @@ def _texts(value: Any) -> bool:
 
 
 def _whole(labels: torch.Tensor) -> torch.Tensor:
-    """Convert class labels to the dtype that losses take."""
+    """Convert class labels to the dtype that losses expect."""
     return labels if labels.is_floating_point() or labels.dtype == torch.bool else labels.long()
 
 
@@ -265,7 +265,7 @@ def _of_one_example(batch: dict[str, Any], labels: set[str]) -> dict[str, Any]:
 
 
 def masked_tokens(batch: Mapping[str, Any]) -> set[int]:
-    """Return the tokens at positions where the mask is 0."""
+    """Return the token ids at masked positions."""
     ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor) or ids.shape != mask.shape:
         return set()

@@ -1,5 +1,5 @@
-"""The passes over the batches for one slot: its inputs, from the stack as converted so far, and what the original's
-stream is ahead by behind it. How a pass is shortened is in stored_inputs.py.
+"""The passes over the batches for one slot: its inputs, from the stack as converted so far, and the difference between
+the residual streams behind it. Passes are shortened in stored_inputs.py.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from snnk_peft.tuner.slot_layer import SlotLayer, root_of
 
 
 class _Reached(Exception):  # noqa: N818 - control flow, not an error
-    """Ends a forward pass at the slot whose input is wanted."""
+    """Exception that ends a forward pass at the slot whose input is wanted."""
 
 
 def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], inputs: Mapping[str, Any]) -> dict[str, int]:
-    """Names in the order in which a forward pass reaches these, and how often it does (shared layers: several)."""
+    """Return the names in the order in which a forward pass reaches them, with the number of calls of each."""
     order: list[str] = []
     names = {layer: name for name, layer in slots.items()}
     with contextlib.ExitStack() as hooks, torch.no_grad():
@@ -40,13 +40,13 @@ def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], inputs: Ma
 
 @dataclass(frozen=True)
 class Behind:
-    """Where the stream behind a slot is compared with the original's.
+    """Place behind a slot where the residual stream is compared with the original's.
 
     Args:
-        place: of the sum.
-        converted: what has not been fitted yet, this slot and what belongs to it included.
-        all: everything that stands in for something.
-        start: of a pass of the original; as that of the converted model.
+        place: the sum that the slot's output enters.
+        converted: layers that are not fitted yet, including this slot and those fitted with it.
+        all: every layer with a replacement.
+        start: context that starts a pass of the original, like `start` of `SlotInputs`.
     """
 
     place: Place
@@ -72,25 +72,25 @@ def _as_it_was(model: nn.Module, layer: SlotLayer, together: Sequence[str], runs
 
 
 class SlotInputs:
-    """One streaming pass per iteration: (is it held out?, inputs of the slot, or its calls; or a `Given`).
+    """Streaming passes, one per iteration, of (held out or not, inputs of the slot, or its calls, or a `Given`).
 
-    A layer that runs several times gives the inputs of all runs, with the original in its place: what the replacement
-    would make of the earlier ones is not known before it is fitted.
+    A layer that runs several times yields the inputs of all runs, computed with the original in its place: the
+    replacement's outputs of earlier runs are not known before it is fitted.
 
     Args:
         model: the patched model, everything in front of the slot fitted.
-        layer: where the slot is.
-        fitter: of the slot.
-        runs: how often the layer runs in a pass.
-        batches: to read.
-        held_out: the share that is not fitted.
+        layer: the layer that holds the slot.
+        fitter: the slot's fitter.
+        runs: number of calls of the layer per forward pass.
+        batches: the batches to read.
+        held_out: fraction of the batches that is not fitted.
         bar: the progress bar.
-        start: of a pass of the model.
-        weights: of the tokens of a batch, by its number; None without a metric.
-        behind: where streams are compared; None if nothing in front is converted.
+        start: context that starts a pass of the model.
+        weights: function from a batch's index to its tokens' weights; None without a metric.
+        behind: where the streams are compared; None if no earlier layer is converted.
 
     Attributes:
-        at: number of the batch that is looked at, None between passes.
+        at: index of the current batch, None between passes.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class SlotInputs:
         self.at = None
 
     def _run(self, run: Run, index: int, inputs: Mapping[str, Any], behind: Behind | None) -> Any:
-        """Run the converted model up to the slot, or to the sum behind it, which is returned (n, out)."""
+        """Run the converted model up to the slot, or up to the sum behind it, which is returned as (n, out)."""
         seen: list[torch.Tensor] = []
         with (
             torch.no_grad(),
@@ -172,7 +172,7 @@ class SlotInputs:
         return None if behind is None else self._rows(seen, inputs)
 
     def _original(self, run: Run, index: int, inputs: Mapping[str, Any]) -> Any:
-        """The same sum in the original."""
+        """Return the same sum in the original model."""
         assert self.behind is not None
         seen: list[torch.Tensor] = []
         with (

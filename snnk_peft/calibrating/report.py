@@ -27,18 +27,19 @@ class SlotReport:
     Args:
         path: the replaced module.
         num_features: rows of W, or the size of a part without W.
-        tokens: tokens (or examples, for a pooler) fitted while choosing the regularisation.
-        held_out_tokens: tokens that chose it and that the errors are measured on; fitted as well after `refit`.
-        ridge: the chosen regularisation, as a fraction of the mean feature variance; None where there is none.
+        tokens: tokens (examples for a pooler) fitted while choosing the regularisation.
+        held_out_tokens: tokens on which it was chosen and the errors are measured; with `refit`, also fitted
+            afterwards.
+        ridge: the chosen regularisation, as a fraction of the mean feature variance; None if there is none.
         error_before: squared error of the slot as it was, relative to the target's variance, on held-out tokens.
         error_after: the same after fitting. 1 means no better than the mean.
         seconds: wall time, forward passes included.
-        divergence_before: of an attention, the Kullback-Leibler divergence of its weights from softmax in nats, the
-            mean over held-out queries and heads; None for other slots.
+        divergence_before: for attention, the Kullback-Leibler divergence of its weights from softmax in nats, averaged
+            over held-out queries and heads; None for other slots.
         divergence_after: the same after fitting.
-        needed_tokens: fewer fitted tokens than this do not determine what is fitted; None where that is not known.
+        needed_tokens: number of fitted tokens needed to determine the slot; None if unknown.
         settings: component and projection of its feature maps with their parameters; empty without feature maps.
-        longest: of an attention, tokens of the longest text it was fitted to; None for other slots.
+        longest: for attention, number of tokens of the longest text it was fitted to; None for other slots.
     """
 
     path: str
@@ -62,7 +63,7 @@ class CalibrationReport:
 
     Args:
         slots: one entry per slot.
-        settings: the arguments that decided it, and the number of batches and of processes.
+        settings: the arguments, and the number of batches and of processes.
     """
 
     slots: list[SlotReport] = field(default_factory=list)
@@ -76,12 +77,12 @@ class CalibrationReport:
         return {"seconds": self.seconds, "settings": dict(self.settings), "slots": [asdict(s) for s in self.slots]}
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write calibration.json, the data of `to_dict`, and calibration.png, its plot; older ones are replaced.
+        """Write calibration.json, the data of `to_dict`, and calibration.png, its plot; existing files are replaced.
 
         An error that is not finite is null in JSON.
 
         Args:
-            folder: where to; it is made if there is none.
+            folder: where to write; created if it does not exist.
 
         Raises:
             ImportError: matplotlib is not installed; nothing is written.
@@ -116,13 +117,13 @@ class CalibrationReport:
 
 
 def warn_of_few_tokens(slots: Sequence[SlotReport]) -> None:
-    """NumericalWarning about the slots that were fitted to fewer tokens than determine them, with the number needed."""
+    """Warn (NumericalWarning) about slots fitted to too few tokens to determine them, with the number needed."""
     few = [slot for slot in slots if slot.needed_tokens is not None and slot.tokens < slot.needed_tokens]
     if few:
         named = [f"{s.path} ({s.tokens} fitted, {s.needed_tokens} needed)" for s in few[:SHOWN]]
         more = f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
-        # Least squares of p unknowns on n tokens adds p/(n − p − 1) to the error: as much as there is at 2p, a ninth at
-        # 10p. MiniLM's FFN blocks did no better: twice the error at p, a tenth more at 10p.
+        # Least squares with p unknowns on n tokens adds p/(n − p − 1) to the error: it doubles at n = 2p, and
+        # grows by a ninth at 10p. MiniLM's FFN blocks did no better: twice the error at p, a tenth more at 10p.
         most = max(10 * (slot.needed_tokens or 0) for slot in few)
         warnings.warn(
             f"too few tokens for {', '.join(named)}{more}: fewer than parameters to fit per output, so that "
@@ -135,7 +136,7 @@ def warn_of_few_tokens(slots: Sequence[SlotReport]) -> None:
 
 
 def warn_of_poor_attention(slots: Sequence[SlotReport]) -> None:
-    """Warn about attention that its feature maps approximate poorly, and say what to do."""
+    """Warn about attention that is approximated poorly by its feature maps, and say what to do."""
     poor = [slot for slot in slots if slot.divergence_after is not None and not slot.error_after <= POOR]
     if poor:
         named = [f"{slot.path} ({slot.error_after:.2f})" for slot in poor[:SHOWN]]
@@ -171,14 +172,14 @@ class AdapterSlotReport:
     Args:
         path: the module that it is after or beside.
         num_features: rows of W.
-        slope_before: how fast the held-out loss falls per unit of change of the adapter's output (root mean square over
-            tokens), under the step that the fitted examples say is best for linear features of the rows that were
-            there. The square of it is what these rows have to gain, to first order.
+        slope_before: decrease of the held-out loss per unit of change of the adapter's output (root mean square over
+            tokens), for the step that is best on the fitted examples among linear features of the old rows. To first
+            order, its square is the gain these rows can reach.
         slope_after: the same for rows made from the fitted examples.
-        slope_of_all: the same where any linear map of the inputs may be the step.
-        taken: whether the new rows are in place: where they were not worth more, the old ones stay.
+        slope_of_all: the same if the step may be any linear map of the inputs.
+        taken: whether the new rows were installed; the old ones stay if the new ones are no better.
         ridge: the chosen regularisation, as a fraction of the mean square of an input.
-        tokens: how many were read.
+        tokens: number of tokens read.
     """
 
     path: str
@@ -198,7 +199,7 @@ class AdapterReport:
     Args:
         slots: one entry per adapter, front to back.
         seconds: wall time.
-        settings: the arguments that decided it.
+        settings: the arguments.
     """
 
     slots: list[AdapterSlotReport]
@@ -220,7 +221,7 @@ class AdapterReport:
 
 
 def draw(slots: Sequence[Any]) -> bytes:
-    """A PNG of the slots of a report; needs no display and leaves matplotlib's settings alone.
+    """Plot the slots of a report as a PNG; needs no display and leaves matplotlib's settings alone.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -267,6 +268,6 @@ def _bars(axis: Any, values: Sequence[float | None], offset: float, colour: str,
 
 
 def _smallest(before: Sequence[float | None], after: Sequence[float | None]) -> float:
-    """Below this the axis is linear: a logarithmic one has no zero."""
+    """Return the value below which the axis is linear, since a logarithmic axis has no zero."""
     positive = [value for value in (*before, *after) if value]
     return max(min(positive, default=1.0), 1e-9)

@@ -1,7 +1,7 @@
-"""What the answers of a model depend on: one backward pass of the original gives every place its metric.
+"""Sensitivity of a model's answers: one backward pass of the original gives the metric of every module's output.
 
 With y the output of a module and g the gradient there of a loss that needs no labels (`Answers.drawn_loss`), an error δ
-of the tokens moves the answers by about δᵀ E[g gᵀ] δ. So the errors of a fit count by R with
+of the tokens moves the answers by about δᵀ E[g gᵀ] δ. The errors of a fit are therefore weighted by R with
 
     RᵀR = G / (tr G / d) + MIXED · I,      G = E g gᵀ over tokens
 
@@ -40,8 +40,8 @@ class Sensitivity:
 
     Attributes:
         moment: Σ g gᵀ (d, d), or its diagonal (d,); None before the first batch.
-        tokens: how many were summed.
-        squares: ‖g‖² of every token, (n,), by number of the batch.
+        tokens: number of tokens summed.
+        squares: ‖g‖² of every token, (n,), by batch index.
     """
 
     moment: Tensor | None = None
@@ -49,7 +49,7 @@ class Sensitivity:
     squares: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, index: int, gradient: Tensor) -> None:
-        """Add the gradients (n, d) at the tokens of a batch."""
+        """Add the gradients (n, d) for the tokens of a batch."""
         rows = gradient.double()
         squared = rows.square()
         new = squared.sum(0) if rows.shape[1] > DENSE else rows.T @ rows
@@ -58,13 +58,13 @@ class Sensitivity:
         self.squares[index] = squared.sum(1).float()
 
     def reduce(self, width: int) -> None:
-        """Add those of all other processes; `width` is d."""
+        """Sum over all processes; `width` is d."""
         shape = (width,) if width > DENSE else (width, width)
         self.moment = summed(torch.zeros(shape, dtype=torch.float64) if self.moment is None else self.moment)
         self.tokens = int(summed_number(self.tokens))
 
     def root(self) -> Tensor:
-        """R (d, d), symmetric, fp64; of no gradients at all the identity."""
+        """Return R (d, d), symmetric, fp64; the identity if there are no gradients."""
         assert self.moment is not None
         moment = self.moment.diag() if self.moment.ndim == 1 else self.moment
         identity = torch.eye(len(moment)).to(moment)
@@ -75,7 +75,7 @@ class Sensitivity:
         return (vectors * (values.clamp_min(0) + MIXED).sqrt()) @ vectors.T
 
     def weights(self, index: int) -> Tensor | None:
-        """How much the tokens of a batch count, (n,); None for all alike, where no gradient was taken."""
+        """Return the weights of the tokens of a batch, (n,); None (equal weights) if it has no gradients."""
         squares = self.squares.get(index)
         assert self.moment is not None
         total = float(self.moment.sum() if self.moment.ndim == 1 else self.moment.trace())
@@ -87,7 +87,7 @@ class Sensitivity:
 def sensitivities(
     model: Any, paths: Mapping[str, nn.Module], survey: Survey, answers: Answers, tick: Callable[[], Any]
 ) -> dict[str, Sensitivity]:
-    """Measure the modules at `paths` in the model as it is, on a part spread over all batches.
+    """Measure the modules at `paths` in the model as it is, on a share of the batches, evenly spread.
 
     Raises:
         UnsupportedError: the model cannot be differentiated.
@@ -126,8 +126,8 @@ def _gradients(
     answers: Answers,
     generator: torch.Generator,
 ) -> dict[str, list[Tensor]]:
-    """Gradients (n, d) of the drawn loss at the outputs of the modules, one tensor for each time that they run; none
-    where the answers are not finite."""
+    """Compute gradients (n, d) of the drawn loss at the modules' outputs, per call; none if the answers are not
+    finite."""
     added: dict[str, list[Tensor]] = {path: [] for path in paths}
     with differentiating(model), adding(paths, added):
         read = answers.read(model(**inputs), inputs)
@@ -145,14 +145,14 @@ def _gradients(
 
 
 def _pieces(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The examples of a batch a few at a time: a graph holds what all layers give."""
+    """Split a batch into a few examples at a time, since the graph holds the outputs of all layers."""
     tokens = max(1, tokens_of({name: value for name, value in inputs.items() if name != "attention_mask"}))
     yield from split(inputs, max(1, PIECE * examples_in(inputs) // tokens))
 
 
 @contextlib.contextmanager
 def differentiating(model: nn.Module) -> Iterator[None]:
-    """Gradients are taken in this context.
+    """Enable gradients in a context.
 
     Raises:
         UnsupportedError: they cannot be.
@@ -171,7 +171,7 @@ def differentiating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def adding(paths: Mapping[str, nn.Module], added: Mapping[str, list[Tensor]]) -> Iterator[None]:
-    """Add zeros to the outputs of modules in a context, of which gradients can be taken whatever trains."""
+    """Add zeros to the outputs of modules in a context, to have a tensor with a gradient even if nothing is trained."""
 
     def add(path: str, module: nn.Module, args: Any, output: Any) -> Any:
         first = output[0] if isinstance(output, tuple) else output

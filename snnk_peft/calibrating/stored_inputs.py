@@ -1,10 +1,10 @@
-"""Hidden states on disk, by which a pass over the batches begins at the layer of its slot.
+"""Hidden states on disk, from which a pass over the batches starts at the layer of its slot.
 
-Slots are fitted front to back: what a layer is given no longer changes once everything before it is fitted. Without
-stored inputs the passes for a model of L layers run L² / 2 of them, with them L. What is stored on disk is the hidden
-state of each batch; the model makes everything else itself (masks, positions), while its layers in front pass on what
-they are given. The first batch of every pass runs both ways, and if the slot would be given anything else, all batches
-run in full from then on; so does a batch that is not the one that was stored.
+Slots are fitted front to back: the inputs of a layer no longer change once everything before it is fitted. Without
+stored inputs the passes for a model of L layers run L² / 2 layers, with them L. Only the hidden state of each batch is
+stored; the model computes everything else itself (masks, positions), while its earlier layers pass their inputs
+through. The first batch of every pass runs both ways, and if the inputs of the slot differ, all batches run in full
+from then on; so does a batch that is not the one that was stored.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Run = Callable[[int, Mapping[str, Any]], object]
 
 
 class _Seen(Exception):  # noqa: N818 - control flow, not an error
-    """Ends a run that only serves to record a slot's input."""
+    """Exception that ends a run which only records a slot's input."""
 
 
 class StoredInputs:
-    """Hidden states at the front of layers, batch by batch; a context, which deletes them in the end.
+    """Store of the hidden states that enter layers, batch by batch; a context manager that deletes them on exit.
 
     The converted model and the original each have a stream of their own.
 
     Args:
-        root: the transformers model inside PEFT's wrapper; one that no family describes always runs in full.
+        root: the transformers model inside PEFT's wrapper; a model of an unknown family always runs in full.
 
     Attributes:
         usable: whether passes may be shortened.
@@ -68,9 +68,9 @@ class StoredInputs:
     def one_pass(
         self, model: Callable[..., Any], name: str, slot: nn.Module, runs: int, stream: str = "converted"
     ) -> Iterator[Run]:
-        """A function (batch index, inputs) that runs the model up to a slot, for one pass over the batches.
+        """Provide a function (batch index, inputs) that runs the model up to a slot, for one pass over the batches.
 
-        Everything in front of the slot must be as it will stay.
+        Everything in front of the slot must already be in its final state.
         """
         path = original_path(name)
         inside = [index for index, layer in enumerate(self.paths) if f"{path}.".startswith(f"{layer}.")]
@@ -132,7 +132,7 @@ class _Pass:
             self._both_ways(inputs, *stored)
 
     def keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook at the layer that holds the slot."""
+        """Store the layer's input; a hook at the layer that holds the slot."""
         hidden = _hand_on(*args, **kwargs)
         if self.store.usable and isinstance(hidden, torch.Tensor):
             self.store.save(*self.now, self.layer, hidden)
@@ -165,7 +165,7 @@ class _Pass:
             seen.append((args, kwargs))
             raise _Seen
 
-        # Any exception: an architecture whose layers pass on something else than what they are given.
+        # Any exception: an architecture whose layers do not simply pass their inputs through.
         with contextlib.suppress(Exception), self.slot.register_forward_pre_hook(see, with_kwargs=True, prepend=True):
             run()
         return seen[0] if seen else None
@@ -186,12 +186,12 @@ def _handing_on(layers: list[nn.Module]) -> Iterator[None]:
 
 
 def _hand_on(*args: Any, **kwargs: Any) -> Any:
-    """The hidden state among the arguments of a layer."""
+    """Return the hidden state among the arguments of a layer."""
     return args[0] if args else kwargs.get("hidden_states")
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Compare the tensors in two nested structures, up to rounding."""
+    """Return whether the tensors in two nested structures are equal up to rounding."""
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or one.shape != other.shape or one.dtype != other.dtype:
             return False

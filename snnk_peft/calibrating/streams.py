@@ -1,9 +1,9 @@
-"""How far the original's stream is ahead of the converted model's, where a replaced module writes into it.
+"""The difference between the residual streams of the original and the converted model, behind a replaced module.
 
-What a block adds is fitted to what the original adds and, beside that, to what earlier blocks left out. The place to
-compare is the sum that the module's output enters: S = residual + y before the next norm. It is found by trying: a
-change of y comes out there unchanged, and with it something else. A module whose output enters no sum (queries, a
-pooler, a branch with a scale of its own) is compared at its output.
+A block is fitted to the original's contribution to the stream and, in addition, to the errors of earlier blocks. The
+streams are compared at the sum that the module's output enters: S = residual + y before the next norm. It is found by
+perturbation: a change of y arrives there unchanged, with something else added. A module whose output enters no sum
+(queries, a pooler, a branch with a scale of its own) is compared at its output.
 
     missing = S of the original − S of the converted model with the original in this place alone
 """
@@ -26,11 +26,11 @@ LARGE = 30.0  # times the output's deviation: a change that stands out from the 
 
 
 class Place(NamedTuple):
-    """Where a stream is read.
+    """Place where a stream is read.
 
     Args:
         module: a module of the model.
-        before: its input is read, not its output.
+        before: read its input instead of its output.
     """
 
     module: nn.Module
@@ -38,11 +38,11 @@ class Place(NamedTuple):
 
 
 class Found(Exception):  # noqa: N818 - control flow, not an error
-    """Ends a forward pass behind the place."""
+    """Exception that ends a forward pass behind the place."""
 
 
 def stands_in(slot: Slot) -> bool:
-    """Return True if a slot computes, up to an error, what the original does."""
+    """Return whether a slot approximates the original's output."""
     if isinstance(slot, Retrained):
         return False
     return slot.replaces or isinstance(slot, Attend) or type(slot).fitter is not Slot.fitter
@@ -50,7 +50,7 @@ def stands_in(slot: Slot) -> bool:
 
 @contextlib.contextmanager
 def originals(layers: Mapping[str, SlotLayer]) -> Iterator[None]:
-    """Hold back in a context what stands in for the originals of these layers; adapters go on."""
+    """Run the originals of these layers instead of their replacements in a context; adapters stay active."""
     before = {layer: layer.held_back for layer in layers.values()}
     for layer in before:
         layer.held_back = frozenset(slot for slot in layer.active_slots() if stands_in(slot))
@@ -63,7 +63,7 @@ def originals(layers: Mapping[str, SlotLayer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(place: Place, seen: list[Tensor], stop: bool = True) -> Iterator[None]:
-    """Note what comes by at a place; with `stop`, a pass ends there with `Found`."""
+    """Record the values at a place in a context; with `stop`, a pass ends there with `Found`."""
 
     def note(value: Any) -> None:
         seen.append(first_of(value))
@@ -83,13 +83,13 @@ def reading(place: Place, seen: list[Tensor], stop: bool = True) -> Iterator[Non
 
 
 def sum_behind(model: nn.Module, path: str, layer: nn.Module, run: Callable[[], object]) -> Place:
-    """The sum that the output of the module at `path` enters inside a Transformer layer, or else its output.
+    """Find the sum inside a Transformer layer that the output of the module at `path` enters, or else use its output.
 
     Args:
-        model: that holds `path`.
-        path: of a module that runs once in a pass.
-        layer: in which a sum is looked for.
-        run: a forward pass.
+        model: the model that holds `path`.
+        path: path of a module that runs once per pass.
+        layer: the layer to search for a sum.
+        run: runs a forward pass.
     """
     module = model.get_submodule(path)
     first, second = (_tried(module, layer, run, change) for change in (0.0, LARGE))
@@ -106,7 +106,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _tried(module: nn.Module, layer: nn.Module, run: Callable[[], object], scale: float) -> list[tuple[Place, Tensor]]:
-    """The module's output, changed by a pattern of the size `scale` times its own, and what later modules are given."""
+    """Return the module's output with a pattern added, `scale` times as large, and the inputs of all later modules."""
     seen: list[tuple[Place, Tensor]] = []
 
     def change(of: nn.Module, args: Any, output: Any) -> Any:
@@ -139,7 +139,7 @@ def _tried(module: nn.Module, layer: nn.Module, run: Callable[[], object], scale
 
 
 def first_of(value: Any) -> Tensor:
-    """The hidden state among what a module is given or gives."""
+    """Return the hidden state among the inputs or outputs of a module."""
     if isinstance(value, Tensor):
         return value
     return next(each for each in value if isinstance(each, Tensor) and each.is_floating_point())

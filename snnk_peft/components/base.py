@@ -1,11 +1,10 @@
-"""Component functions f: they turn projections ω_i·x into features whose inner product is a kernel.
+"""Component functions f, which turn projections ω_i·x into features whose inner product is a kernel.
 
 E[phi(x)·psi(y)] = kernel(x, y), the expectation over the rows of W. The true features are `values * exp(log_scale)`;
 elementwise components need no scale and leave it None.
 
-Some components adapt to the data. What they want to know about the two sets of vectors is computed by `statistics`, per
-example (and head), and handed to both towers. Where none are given (a layer has no second set of vectors) its buffers
-stand for them.
+Some components adapt to the data. They compute `statistics` of the two sets of vectors, per example (and head), which
+are passed to both towers. Without statistics (a layer has no second set of vectors), the component's buffers are used.
 """
 
 from __future__ import annotations
@@ -36,36 +35,36 @@ class Features(NamedTuple):
     log_scale: torch.Tensor | None = None
 
     def dense(self) -> torch.Tensor:
-        """The features as one tensor (..., feature_dim), in the dtype of the values."""
+        """Return the features as one tensor (..., feature_dim), in the dtype of the values."""
         return self.values if self.log_scale is None else (self.values * self.log_scale.exp()).to(self.values.dtype)
 
 
 class Component(nn.Module):
     """Base class of the component functions.
 
-    A member declares its arguments as options, `Annotated[int, Option("help", low=1)]`, and hands them on to this
-    constructor, which checks and keeps them.
+    A subclass declares its arguments as options, `Annotated[int, Option("help", low=1)]`, and passes them to this
+    constructor, which checks and stores them.
 
     Args:
         **params: the member's own keyword arguments.
 
     Raises:
-        ConfigError: everything that is wrong with them.
+        ConfigError: all faults of the arguments.
 
     Attributes:
-        distribution: what the rows of W must be drawn from for `kernel` to hold; see `fits`.
-        positive: whether features (of uniformly weighted rows) are never negative, so that attention weights are not.
-        adapts: whether `statistics` gives something.
-        exact: whether products of features are the kernel itself, for whatever W, and not an estimate of it.
+        distribution: distribution of the rows of W for which `kernel` holds; see `fits`.
+        positive: whether features (of uniformly weighted rows) are non-negative, so that attention weights are, too.
+        adapts: whether `statistics` are used.
+        exact: whether inner products of features equal the kernel for any W, instead of estimating it.
         tilted: whether features have a factor e^{a‖ω‖²}; see `Exponential.tilt`.
         formula: φ(x) in a line, for tables.
         kernel_formula: the kernel in a line.
         source: paper and equation.
-        periodic: whether features are cosines and sines, which the rounding of their argument to half precision moves
-            by a good part of a period: all that leads to it is then computed in at least fp32, also under autocast.
-        cost: what the features cost beside the projection.
+        periodic: whether features are cosines and sines, whose argument half precision would shift by a good part of a
+            period: it is then computed in at least fp32, also under autocast.
+        cost: cost of the features in addition to the projection.
         in_kernels: the name of f in kernels for a device (functional/device_kernels/triton_adapter), or "".
-        params: the member's own keyword arguments, from which it can be built again.
+        params: the subclass's keyword arguments, from which the component can be rebuilt.
     """
 
     formula = kernel_formula = source = cost = in_kernels = ""
@@ -81,11 +80,11 @@ class Component(nn.Module):
         self.params = params
 
     def __init_subclass__(cls, **kwargs: Any):
-        # A member with a tower of its own has not the logarithms of the one that it derives from.
+        # A subclass with its own tower does not inherit the logarithms.
         super().__init_subclass__(**kwargs)
         if "tower" in vars(cls) and "log_linear" not in vars(cls):
             cls.log_linear = Component.log_linear  # type: ignore[method-assign]
-        # Nor has a function of its own the derivative.
+        # Nor does one with its own function inherit the derivative.
         if "function" in vars(cls) and "gradient" not in vars(cls):
             cls.gradient = Component.gradient  # type: ignore[method-assign]
         if "function" in vars(cls) and "in_kernels" not in vars(cls):
@@ -93,53 +92,53 @@ class Component(nn.Module):
         documented(cls)
 
     def feature_dim(self, num_features: int, dim: int) -> int:
-        """Length of the features for `num_features` rows of W of length `dim`."""
+        """Return the length of the features for `num_features` rows of W of length `dim`."""
         return num_features
 
     def fewest_rows(self) -> int:
-        """The smallest num_features that this component can work with."""
+        """Return the smallest num_features that this component supports."""
         return 1
 
     def prepare(self, projection: Projection) -> None:
-        """Set up anything else that is random, when a FeatureMap pairs this component with its matrix.
+        """Draw any other random parameters, when a FeatureMap pairs this component with its matrix.
 
         Raises:
-            ConfigError: the component cannot work with this matrix.
+            ConfigError: the component does not support this matrix.
         """
 
     @classmethod
     def elementwise(cls) -> bool:
-        """Return True if each feature is a function of one projection; closed forms for layers (Nyström) need that."""
+        """Return whether each feature is a function of one projection, as closed forms for layers (Nyström) require."""
         return cls.function is not Component.function
 
     @classmethod
     def has_kernel(cls) -> bool:
-        """Return True if the features estimate a known kernel; otherwise they are just a map, usually a learned one."""
+        """Return whether the features estimate a known kernel; otherwise they are just a map, usually a learned one."""
         return cls.kernel is not Component.kernel or cls.kernel_over is not Component.kernel_over
 
     @classmethod
     def fits(cls, projection: Projection | type[Projection]) -> bool:
-        """Return True if the rows of a matrix have the distribution that the features need.
+        """Return whether the rows of a matrix have the distribution that the features need.
 
-        Random features need their distribution. A function of each projection alone means something over rows that are
-        no sample too ("none"), though no kernel is estimated then.
+        Random features need their distribution. Elementwise features also make sense for rows that are not a sample
+        ("none"), but then estimate no kernel.
         """
         return projection.distribution == cls.distribution or (projection.distribution == "none" and cls.elementwise())
 
     def function(self, z: torch.Tensor) -> torch.Tensor:
-        """The elementwise f on z = ω·x, any shape."""
+        """Apply the elementwise f to z = ω·x of any shape."""
         raise TypeError(f"{type(self).__name__} is not an elementwise component")
 
     def gradient(self, z: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """grad · f′(z) for a `function` that is written out with its derivative: adapters then train in fewer steps."""
+        """Return grad · f′(z) if the derivative of `function` is implemented, which makes training adapters cheaper."""
         raise TypeError(f"{type(self).__name__} does not define gradient()")
 
     def offsets(self, num_features: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
-        """Fixed offsets c_i that the component adds to the projections ω_i·x, (num_features,), or None."""
+        """Return the fixed offsets c_i added to the projections ω_i·x, (num_features,), or None."""
         return None
 
     def activate(self, z: torch.Tensor, amplitudes: torch.Tensor | float | None = None) -> torch.Tensor:
-        """Features of an elementwise component from projections z = x Wᵀ: (..., num_features) -> (..., feature_dim).
+        """Compute the features of an elementwise component from z = x Wᵀ: (..., num_features) -> (..., feature_dim).
 
         `amplitudes` are those of `Projection.amplitudes`; None for num_features^-½.
         """
@@ -164,37 +163,37 @@ class Component(nn.Module):
     def log_linear(
         self, projection: Projection, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor
     ) -> LogLinear | None:
-        """The logarithms of the features of one tower, for components whose features are exponentials; None for others.
+        """Return the logarithms of one tower's features if they are exponentials, otherwise None.
 
-        Attention computes with them instead of `tower`, which must say the same. `like` has the device and the dtype of
-        the result, at least fp32.
+        Attention uses them instead of `tower`, with which they must agree. `like` has the device and the dtype of the
+        result, at least fp32.
         """
         return None
 
     def phi(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor] | None = None
     ) -> Features:
-        """Features of data (queries, layer inputs): x (..., dim) -> (..., feature_dim)."""
+        """Compute features of data (queries, layer inputs): x (..., dim) -> (..., feature_dim)."""
         return self.tower(x, projection, statistics or {}, second=False)
 
     def psi(
         self, y: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor] | None = None
     ) -> Features:
-        """Features of the other tower (keys, weights): y (..., dim) -> (..., feature_dim)."""
+        """Compute features of the other tower (keys, weights): y (..., dim) -> (..., feature_dim)."""
         return self.tower(y, projection, statistics or {}, second=True)
 
     def statistics(
         self, x: torch.Tensor, y: torch.Tensor, x_mask: torch.Tensor | None = None, y_mask: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """What both towers share, from x (..., n, dim) and y (..., l, dim), where the masks (..., n), (..., l) are
-        True.
+        """Compute what both towers share, from x (..., n, dim) and y (..., l, dim) where the masks (..., n), (..., l)
+        are True.
 
         Empty unless the component adapts to the data.
         """
         return {}
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The exact E[phi(x)·psi(y)]: x, y (..., dim) broadcast over leading dimensions, result (...)."""
+        """Compute the exact E[phi(x)·psi(y)]: x, y (..., dim) broadcast over leading dimensions, result (...)."""
         if self.has_kernel():
             raise TypeError(
                 f"the kernel of {type(self).__name__} depends on the matrix; ask a FeatureMap for it, or `kernel_over`"
@@ -202,10 +201,10 @@ class Component(nn.Module):
         raise TypeError(f"{type(self).__name__} has no exact kernel")
 
     def kernel_over(self, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> torch.Tensor:
-        """`kernel` over a matrix; a member whose kernel depends on the matrix defines this one instead."""
+        """Compute `kernel` for a matrix; a subclass whose kernel depends on the matrix defines this one instead."""
         return self.kernel(x, y)
 
 
 def scaled(values: torch.Tensor, amplitudes: torch.Tensor | float) -> torch.Tensor:
-    """values (..., m) times amplitudes, in the dtype of values."""
+    """Multiply values (..., m) by amplitudes, in the dtype of values."""
     return values * (amplitudes.to(values.dtype) if isinstance(amplitudes, torch.Tensor) else amplitudes)

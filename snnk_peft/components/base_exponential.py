@@ -3,14 +3,14 @@
 Some members have a factor (1−4a)^{d/4} e^{a‖ω‖²} on each tower. The product of both has mean 1 over Gaussian rows, but
 not over rows of one length (`sorf`, `rom`, norms "sqrt_dim": for a = −0.03 it is 0.9 at d = 32, 0.08 at d = 768), and
 a quadrature (`sgq`, `ssr`), exact for polynomials of low degree, is far off (−4.6 at d = 32). There the factor is
-integrated beforehand. It makes N(0, I) a narrower Gaussian, and u = √(1−4a) ω is N(0, I) under that:
+integrated analytically: it turns N(0, I) into a narrower Gaussian, under which u = √(1−4a) ω is N(0, I):
 
     E (1−4a)^{d/2} e^{2a‖ω‖²} g(√(1−4a) ω) = E g(u)
 
-so the rule is applied to g with u for its nodes: the form for a = 0, whatever a was to be. Over such rows `gerf` and
-`oprf` are `posrf` (s = −1: `trigrf`), `saderf` is `posrf` on balanced vectors, `derf` on rotated or balanced ones.
+so the rule is applied to g with u as its nodes: the form for a = 0, whatever a is. Over such rows `gerf` and `oprf` are
+`posrf` (s = −1: `trigrf`), `saderf` is `posrf` on balanced vectors, `derf` on rotated or balanced ones.
 
-Shapes: x and y (..., dim), the kernel (...). What the members have in common is in `functional/exponential.py`.
+Shapes: x and y (..., dim), the kernel (...). Shared functions are in `functional/exponential.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KernelName = Annotated[str, Option('"softmax" or "gaussian".', choices=KERNELS)]
 
 
 class Exponential(Component):
-    """A component that estimates either kernel."""
+    """Base class of the components that estimate either kernel."""
 
     kernel_formula = "e^{x·y} or e^{−‖x−y‖²/2}"
 
@@ -47,17 +47,17 @@ class Exponential(Component):
 
     @staticmethod
     def tilt(a: torch.Tensor | float, projection: Projection) -> torch.Tensor | float:
-        """The parameter of e^{a‖ω‖²} to use with a matrix: a, or 0 where its mean over the rows would be wrong."""
+        """Return the parameter of e^{a‖ω‖²} to use with a matrix: a, or 0 if its mean over the rows would be wrong."""
         return a if projection.sampled_lengths else a * 0
 
 
 def rows_and_bias(projection: Projection, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """W (num_features, dim) and what is added to Wx, (num_features,), on the device and in the dtype of `like`."""
+    """Return W (num_features, dim) and the bias added to Wx, (num_features,), with the device and dtype of `like`."""
     if has_kernels(like.device.type):  # which are so fast that every operation before them counts
         with at_hand(projection):
             rows = projection.materialize().to(like)
             return rows, rows.new_zeros(rows.shape[0]) if projection.bias is None else projection.bias.to(like)
-    # The images of unit vectors, and not `materialize`: a module that is called may have its tensors brought to it.
+    # The images of unit vectors, not `materialize`: hooks may move tensors to a module when it is called.
     units = torch.eye(projection.dim, dtype=like.dtype, device=like.device)
     if projection.bias is None:
         rows = projection(units).mT
@@ -77,9 +77,10 @@ def exponential_logarithms(
     basis: torch.Tensor | None = None,
     both_signs: bool = False,
 ) -> LogLinear:
-    """The logarithms of features exp(Σ_l a_l ω_l² + ω·(√(1−4a) y) − ‖y‖²/2), y = stretch ∘ x or x · basis.
+    """Return the logarithms of the features exp(Σ_l a_l ω_l² + ω·(√(1−4a) y) − ‖y‖²/2), y = stretch ∘ x or x · basis.
 
-    With the factors (1−4a)^{d/4} and m^-½, common to all of them: features of different kinds may be added up.
+    They include the factors (1−4a)^{d/4} and m^-½ common to all of them, so features of different kinds may be added
+    up.
 
     Args:
         projection: W.
@@ -89,7 +90,7 @@ def exponential_logarithms(
         a: a number, (..., 1, 1), or one per coordinate (..., 1, d); see `Exponential.tilt`.
         stretch: (..., 1, d) or (d,).
         basis: (..., d, d).
-        both_signs: whether each row serves as ω and as −ω.
+        both_signs: whether each row is used as ω and as −ω.
     """
     rows, bias = rows_and_bias(projection, like)
     more = 0.5 if kernel == "gaussian" else 0.0
@@ -117,7 +118,7 @@ def exponential_logarithms(
 
 
 class Coordinates(NamedTuple):
-    """One tower's change of coordinates: u = stretch ∘ x, or x · basis, or x itself where both are None.
+    """Change of coordinates of one tower: u = stretch ∘ x, or x · basis, or x itself if both are None.
 
     Attributes:
         a: a number, one per example (..., 1, 1), or one per coordinate (..., 1, dim) or (dim,); all below 1/8.
@@ -131,7 +132,7 @@ class Coordinates(NamedTuple):
 
 
 class Tilted(Exponential):
-    """Base class of the components with a quadratic term, in coordinates of the data's choice, `coordinates`:
+    """Base class of the components with a quadratic term, in coordinates adapted to the data (`coordinates`):
 
         φ(x) = m^-½ D exp(Σ_l a_l ω_l² + ω·(√(1−4a) ∘ u) − ‖u‖²/2),      D = Π_l (1−4a_l)^¼
 
@@ -141,14 +142,14 @@ class Tilted(Exponential):
     ‖ω‖² per row.
     """
 
-    # What members hold in buffers for want of statistics is `posrf`, and nothing here changes it. The buffers stay
+    # Without statistics, the buffers make this `posrf`, and nothing here changes them. They stay
     # because all files of 0.1.0 have them, perhaps with other values.
     tilted = True
 
     def coordinates(
         self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int
     ) -> Coordinates:
-        """a and the coordinates of one tower; arguments as in `Component.log_linear`."""
+        """Return a and the coordinates of one tower; arguments as in `Component.log_linear`."""
         raise TypeError(f"{type(self).__name__} does not define coordinates(); see Tilted")
 
     def tower(
@@ -177,7 +178,7 @@ class Tilted(Exponential):
 
 
 def quadratic_forms(a: torch.Tensor | float, projection: Projection, like: torch.Tensor) -> torch.Tensor:
-    """Σ_l a_l ω_l² of every row: (num_features,), with leading dimensions those of a."""
+    """Compute Σ_l a_l ω_l² for every row: (num_features,), with the leading dimensions of a."""
     if isinstance(a, torch.Tensor) and a.dim() > 0 and a.shape[-1] > 1:
         return a @ projection.materialize().to(like).square().mT
     return a * projection.squared_row_norms().to(like)

@@ -38,7 +38,7 @@ class Cos(Component):
         self.phases = phases
 
     def prepare(self, projection: Projection) -> None:
-        """Phases cancel only if every row counts the same."""
+        """Check that all rows have equal weight, without which the phases do not cancel."""
         if self.phases and not projection.uniform:
             raise ConfigError(
                 "cos with phases cannot use a projection with unequal feature weights: the phases would not cancel; "
@@ -46,7 +46,7 @@ class Cos(Component):
             )
 
     def offsets(self, num_features: int, device: torch.device | str = "cpu") -> torch.Tensor | None:
-        """The phases c_i, (num_features,); one alone is π/4, where cos 2c = 0."""
+        """Return the phases c_i, (num_features,); a single one is π/4, where cos 2c = 0."""
         if not self.phases:
             return None
         return math.pi * (torch.arange(num_features, device=device) + 0.5) / max(num_features, 2)
@@ -58,6 +58,6 @@ class Cos(Component):
         return -grad * torch.sin(z)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """½ e^{−‖x−y‖²/2}, plus ½ e^{−‖x+y‖²/2} without phases."""
+        """Return ½ e^{−‖x−y‖²/2}, plus ½ e^{−‖x+y‖²/2} without phases."""
         kernel = torch.exp(-(x - y).square().sum(-1) / 2) / 2
         return kernel if self.phases else kernel + torch.exp(-(x + y).square().sum(-1) / 2) / 2

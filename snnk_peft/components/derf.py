@@ -10,8 +10,8 @@ case is `gerf` with one parameter a_l per coordinate:
 
 Moments are those **of one example and head**. Unbiased for e^{x·y} for any rotation, T and a; with kernel="gaussian",
 e^{−‖x−y‖²/2}. Without statistics: the identity and a = 0, which is `posrf`. Over quadratures and rows of one
-length a = 0 (base_exponential.py), while the change of basis stays. Cost: `posrf`, two products of dim² per
-vector, and eigendecompositions of (dim, dim) matrices per example and head.
+length a = 0 (base_exponential.py), while the change of basis stays. Cost: `posrf`, 2 dim² multiply-adds per vector, and
+eigendecompositions of (dim, dim) matrices per example and head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from snnk_peft.projections.base import Projection
 
 @COMPONENTS.register("derf")
 class Derf(Tilted):
-    """gerf in the coordinates of the data."""
+    """`gerf` in the coordinates of the data."""
 
     formula = "m^-½ D exp(ωᵀAω + ωᵀBx + xᵀCx)"
     source = "Likhosherstov et al. 2023; Spectraformer"
@@ -54,7 +54,7 @@ class Derf(Tilted):
         self.mode = mode
 
     def prepare(self, projection: Projection) -> None:
-        """Make room for the maps, the identity."""
+        """Create buffers for the maps, initialised to the identity."""
         self.register_buffer("x_map", torch.eye(projection.dim))
         self.register_buffer("y_map", torch.eye(projection.dim))
         self.register_buffer("a", torch.zeros(1, projection.dim))
@@ -62,7 +62,7 @@ class Derf(Tilted):
     def statistics(
         self, x: torch.Tensor, y: torch.Tensor, x_mask: torch.Tensor | None = None, y_mask: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """{"x_map", "y_map": (..., dim, dim), applied from the right, "a": (..., 1, dim)}; without gradient."""
+        """Return {"x_map", "y_map": (..., dim, dim), applied from the right, "a": (..., 1, dim)}; without gradient."""
         with torch.no_grad(), full_precision(x):
             x, y = wide(x).double(), wide(y).double()
             x_moment, y_moment = second_moment(x, x_mask), second_moment(y, y_mask)
@@ -79,7 +79,7 @@ class Derf(Tilted):
     def coordinates(
         self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int
     ) -> Coordinates:
-        """a per coordinate, and the change of basis."""
+        """Return a per coordinate, and the change of basis."""
         name = "y_map" if second else "x_map"
         # Without its leading 1, the stored a fits vectors of any shape.
         a = statistics.get("a", self.a.squeeze(0)).to(like)
@@ -90,7 +90,7 @@ _FLOOR = 1e-3  # of the mean eigenvalue: directions without data keep a bounded 
 
 
 def second_moment(x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Mean of xxᵀ over the vectors of each set (those with mask True): (..., d, d)."""
+    """Compute the mean of xxᵀ over the vectors of each set (those with mask True): (..., d, d)."""
     if mask is None:
         return x.mT @ x / x.shape[-2]
     weight = mask.to(x.dtype).unsqueeze(-1)
@@ -98,10 +98,10 @@ def second_moment(x: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def directed_eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (..., d) and eigenvectors (..., d, d), each turned so that its largest entry is positive.
+    """Return eigenvalues (..., d) and eigenvectors (..., d, d), signed so that the largest entry of each is positive.
 
-    Solvers leave the sign open, and that of a CPU, that of a GPU and a rounding of the matrix choose differently. With
-    another sign random features are another, equally good draw: an output would depend on the machine.
+    Solvers leave the sign undefined; it differs between CPU and GPU and with rounding of the matrix. Another sign makes
+    another, equally good draw of the random features, so outputs would depend on the machine.
     """
     values, vectors = torch.linalg.eigh(matrix)
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
@@ -115,7 +115,7 @@ def _power(matrix: Tensor, exponent: float) -> Tensor:
 
 
 def balancing_maps(x_moment: Tensor, y_moment: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, T⁻¹), symmetric (..., d, d), from the second moments of x and y; the identity where a set is zero throughout.
+    """Return (T, T⁻¹), symmetric (..., d, d), from the second moments of x and y; the identity if a set is all zeros.
 
     Among all maps x -> xT, y -> yT⁻¹, T² = P with P M₁ P = M₂ (the matrix geometric mean of M₁⁻¹ and M₂) minimises the
     sum of the mean squared lengths, tr(P M₁) + tr(P⁻¹ M₂): its derivative is M₁ − P⁻¹ M₂ P⁻¹.

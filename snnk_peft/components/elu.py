@@ -48,8 +48,7 @@ def _legendre(count: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gaussian_product_mean(f: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    """E[f(ω·x) f(ω·y)], ω ~ N(0, I), x, y (..., d), to about 1e-10 for any f that is smooth but for a kink or jump at
-    0.
+    """Compute E[f(ω·x) f(ω·y)], ω ~ N(0, I), x, y (..., d), to about 1e-10 for any f that is smooth except at 0.
 
     In the plane of x and y, ω has polar coordinates (r, α), so with θ the angle between the two
 

@@ -1,4 +1,4 @@
-"""GELU features: φ(x) = m^-½ GELU(Wx), the natural choice at landmarks of a GELU network.
+"""GELU features: φ(x) = m^-½ GELU(Wx), the natural choice for landmarks of a GELU network.
 
 The exact kernel E[GELU(ω·x) GELU(ω·y)] has a closed form: see `functional/activation_kernels.py`.
 """

@@ -4,7 +4,7 @@ B = √(s(1−4A)), D = (1−4A)^{d/4}, C = −s/2 for the softmax kernel e^{x·
 s = +1: positive features; A = 0 gives `posrf`, A < 0 bounded features with less variance for long vectors.
 s = −1: B is imaginary; cosines and sines times e^{A‖ω‖²}; A = 0 gives `trigrf`.
 Second moments are finite for A < 1/8 only. Over quadratures and rows of one length the factor e^{A‖ω‖²} is integrated
-beforehand, which is A = 0 (base_exponential.py). Cost: that of `posrf` (s = −1: two features per row).
+analytically, which gives A = 0 (base_exponential.py). Cost: that of `posrf` (s = −1: two features per row).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Gerf(Tilted):
         self.A, self.s, self.positive = A, s, s == 1
 
     def feature_dim(self, num_features: int, dim: int) -> int:
-        """One per row, or two for s = −1."""
+        """Return one feature per row, or two for s = −1."""
         return num_features if self.s == 1 else 2 * num_features
 
     def coordinates(
         self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int
     ) -> Coordinates:
-        """A, and the vectors as they are."""
+        """Return A and unchanged coordinates."""
         return Coordinates(self.A)
 
     def tower(

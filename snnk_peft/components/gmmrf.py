@@ -6,14 +6,14 @@
 
 For one row E e^{ω·(x+y)} = e^{±μ·(x+y) + ½(x+y)ᵀΣ(x+y)}: its own factor e^{−½xᵀΣx} leaves e^{xᵀΣy ± μ·(x+y)}, and
 both signs together a cosh. Σ_c thus learns which coordinates attention compares, and μ_c which vectors attract it
-whatever the other is. The paper (and `posrf` over `gmm`) divide by the length e^{‖x‖²} that Σ = I would ask for: there
-the kernel has a factor e^{½xᵀ(Σ_c − I)x} for either vector, which grows without bound as Σ_c does. With
+regardless of the other one. The paper (and `posrf` over `gmm`) divide by the length e^{‖x‖²} that Σ = I would ask for:
+there the kernel has a factor e^{½xᵀ(Σ_c − I)x} for either vector, which grows without bound as Σ_c does. With
 kernel="gaussian", f has the factor e^{−xᵀΣ_i x}, and K = Σ_c a_c e^{−½(x−y)ᵀΣ_c(x−y)} cosh(μ_c·(x + y)).
 
-At the start Σ = I and μ = 0: the very features of `posrf`. ± is off balance, and K not exact, where num_features is no
-multiple of 2C and μ is not 0. The square xᵀΣx is learned and differs from row to row, so attention takes the features
-as they are and not by their logarithms (`log_linear`). Cost: `posrf`, and one square per component, C·dim products
-(C·dim² for full covariances).
+At initialisation Σ = I and μ = 0: exactly the features of `posrf`. The signs ± are unbalanced, and K is not exact, if
+num_features is not a multiple of 2C and μ is not 0. The square xᵀΣx is learned and differs between rows, so attention
+uses the features themselves and not their logarithms (`log_linear`). Cost: `posrf`, and one square per component, C·dim
+multiply-adds (C·dim² for full covariances).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Gmmrf(Component):
 
     @classmethod
     def fits(cls, projection: Projection | type[Projection]) -> bool:
-        """Matrices that know the Gaussians of their rows."""
+        """Return whether a matrix knows the Gaussians of its rows."""
         return projection.mixture
 
     def tower(
@@ -59,7 +59,7 @@ class Gmmrf(Component):
             return Features(*stabilised(exponents, 0.0, projection.amplitudes(signed=second), x.dtype))
 
     def kernel_over(self, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> torch.Tensor:
-        """Σ_c a_c e^{xᵀΣ_c y} cosh(μ_c·(x + y)), or the Gaussian one; of the matrix as it is now."""
+        """Return Σ_c a_c e^{xᵀΣ_c y} cosh(μ_c·(x + y)), or the Gaussian kernel, for the current matrix."""
         shares, means, covariances = (tensor.to(x) for tensor in projection.gaussians())
 
         def form(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

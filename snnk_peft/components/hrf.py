@@ -5,7 +5,7 @@ estimate of the same kernel, K̂ = λ K̂_pos + (1−λ) K̂_trig, each used whe
         τ_j: ½ − ½ mean_j sgn(τ_j·x) sgn(τ_j·y). For vectors of equal length, trigonometric features are exact at θ = 0
         (x = y) and positive ones at θ = π (x = −y); for other lengths some variance remains there. Features: both
         bases times [1, sgn(τ_1·x), ..., sgn(τ_n·x)], with the minus sign on psi.
-    mode="learned": λ is a trained number in (0, 1) (a sigmoid), ½ at the start.
+    mode="learned": λ is a trained scalar in (0, 1) (a sigmoid), initially ½.
 
 Unbiased for e^{x·y} (or e^{−‖x−y‖²/2}) whatever λ is, because λ̂ is independent of W. Features: 3 per row, times n + 1
 in the angular mode. Cost: the projection, three transcendental functions per row, and n·dim.
@@ -61,7 +61,7 @@ class Hrf(Exponential):
         self.logit = nn.Parameter(torch.zeros(())) if mode == "learned" else None
 
     def feature_dim(self, num_features: int, dim: int) -> int:
-        """Three per row, times the number of sign features."""
+        """Return three features per row, times the number of sign features."""
         return 3 * num_features * (1 + self.count if self.mode == "angular" else 1)
 
     def prepare(self, projection: Projection) -> None:
@@ -97,5 +97,5 @@ class Hrf(Exponential):
 
 
 def _outer(features: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """All products, (..., m) and (..., n) -> (..., m·n)."""
+    """Compute all pairwise products, (..., m) and (..., n) -> (..., m·n)."""
     return (features.unsqueeze(-1) * signs.unsqueeze(-2)).flatten(-2)

@@ -1,9 +1,9 @@
-"""A query as a mixture of centres: φ(q) = softmax(Wq + b), ψ(k) = exp(W'k + b'), rows of their own for either.
+"""A query as a mixture of centres: φ(q) = softmax(Wq + b), ψ(k) = exp(W'k + b'), each with its own rows.
 
-Attention to a key is then Σ_r φ_r(q) ψ_r(k): a query is described by its similarity to each of m others, c_r, and the
-weights of those, exp(c_r·k) up to a factor that evens them out, are kept as sums over the keys. No kernel is
-estimated: rows are made from the queries and keys of a layer (`centroids`, fitted by `calibrate`) or learned (`free`,
-with a bias). As a map of one vector alone it is softmax features.
+Attention to a key is then Σ_r φ_r(q) ψ_r(k): a query is described by its similarity to each of m centroids c_r, and
+their weights, exp(c_r·k) up to a balancing factor, are kept as sums over the keys. No kernel is estimated: rows are
+computed from the queries and keys of a layer (`centroids`, fitted by `calibrate`) or learned (`free`, with a bias). As
+a map of a single vector it is softmax features.
 
 Cost: the projection and one exponential per row. There is no −‖x‖²/2: keys of different length are distinguished by b'.
 """
@@ -24,7 +24,7 @@ from snnk_peft.projections.base import Projection
 
 @COMPONENTS.register("mixture")
 class Mixture(Component):
-    """softmax over the rows for queries, exponentials for keys. Unequal weights of the rows play no part in it."""
+    """Softmax over the rows for queries, exponentials for keys. Unequal weights of the rows are ignored."""
 
     formula = "φ softmax(Wq + b), ψ exp(W'k + b')"
     kernel_formula = "none; rows come from the layer's queries and keys"

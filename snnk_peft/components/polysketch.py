@@ -4,18 +4,18 @@ of half the degree, so that an attention weight φ(x)·φ(y) = (S(x)·S(y))² is
     S₂(x) = r^-½ (W₁x) ∘ (W₂x),   S₂ₖ(x) = r^-½ (G Sₖ(x)) ∘ (G' S'ₖ(x)),   p = 2: S₁(x) = r^-½ W₁x
 
 W₁, W₂, ... are r rows of W each (random signs), Sₖ and S'ₖ two independent sketches, G and G' Gaussian (r, r) (the tree
-of Ahle et al. 2020): E S(x)·S(y) = (x·y)^{p/2}. The square of an unbiased estimate is not unbiased, its variance is
-added: the exact kernel, which `kernel_over` gives, is u, the second moment of S(x)·S(y). With v = E ‖S(x)‖² ‖S(y)‖²,
+of Ahle et al. 2020): E S(x)·S(y) = (x·y)^{p/2}. The square of an unbiased estimate is biased by its variance: the exact
+kernel, given by `kernel_over`, is u, the second moment of S(x)·S(y). With v = E ‖S(x)‖² ‖S(y)‖²,
 
     u₁ = (x·y)²,  v₁ = ‖x‖²‖y‖²,   f = v₁ + 2u₁ − 2 Σ_l x_l² y_l²      (f = E (ω·x)² (ω·y)² for random signs ω)
     p = 2: u = (1 − 1/r) u₁ + f/r
     u₂ = (1 − 1/r) u₁² + f²/r,   u₂ₖ = (1 − 1/r) uₖ² + (vₖ + 2uₖ)²/r,   v likewise with v₁² and vₖ² in the first term
 
-So vectors at a right angle do not get weight 0 but about ‖x‖^p ‖y‖^p/r: r decides how much contrast is left. The paper
-normalises queries and keys to one length before; here they are what they are. Its learned sketches are not here.
+So the weight of orthogonal vectors is not 0 but about ‖x‖^p ‖y‖^p/r: r determines the remaining contrast. The paper
+first normalises queries and keys to one length; here they are used as given. Its learned sketches are not implemented.
 
-Rows: r = num_features // (p/2); rows beyond are not used. Features: r (r + 1)/2 (of S⊗S, each product once). Cost: the
-projection, (p/2 − 2) r² for the tree, and r²/2 products.
+Rows: r = num_features // (p/2); the remaining rows are unused. Features: r (r + 1)/2 (of S⊗S, each product once). Cost:
+the projection, (p/2 − 2) r² for the tree, and r²/2 multiplications.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Polysketch(Component):
         self.register_buffer("mixing", None)
 
     def feature_dim(self, num_features: int, dim: int) -> int:
-        """The products of two of the r entries of the sketch."""
+        """Return the number of products of two of the sketch's r entries."""
         return symmetric_square_size(num_features // self.leaves)
 
     def fewest_rows(self) -> int:
-        """One entry of the sketch."""
+        """Return the number of rows for one entry of the sketch."""
         return self.leaves
 
     def prepare(self, projection: Projection) -> None:
@@ -96,7 +96,7 @@ class Polysketch(Component):
             return Features(symmetric_square(self._sketch(projection(wide(x)))).to(x.dtype))
 
     def _sketch(self, z: torch.Tensor) -> torch.Tensor:
-        """S from the projections: (..., num_features) -> (..., r)."""
+        """Compute S from the projections: (..., num_features) -> (..., r)."""
         size = z.shape[-1] // self.leaves
         z = z[..., : size * self.leaves].unflatten(-1, (self.leaves, size))
         if self.leaves == 1:
@@ -111,7 +111,7 @@ class Polysketch(Component):
         return parts.squeeze(-2)
 
     def kernel_over(self, x: torch.Tensor, y: torch.Tensor, projection: Projection) -> torch.Tensor:
-        """E (S(x)·S(y))², for the number of rows of a matrix of random signs."""
+        """Return E (S(x)·S(y))² for the number of rows of a matrix of random signs."""
         share = 1 / (projection.num_features // self.leaves)
         u, v = (x * y).sum(-1).square(), x.square().sum(-1) * y.square().sum(-1)
         entry = v + 2 * u - 2 * (x.square() * y.square()).sum(-1)

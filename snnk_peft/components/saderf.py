@@ -2,11 +2,11 @@
 
 Ψ is diagonal, Ψ_ll = (Σ_j y_jl² / Σ_i x_il²)^¼ (per example and head): it balances the coordinates of both towers and
 leaves x·y as it is, so the estimate stays unbiased for e^{x·y}. A is the best one for the balanced vectors, as in
-`oprf`. Coordinates that are zero throughout on one side keep Ψ_ll = 1. Without statistics: Ψ = I, A = 0, which is
-`posrf`. Over quadratures and rows of one length A = 0 (base_exponential.py), while Ψ stays.
+`oprf`. Coordinates that are all zeros on one side keep Ψ_ll = 1. Without statistics: Ψ = I, A = 0, which is `posrf`.
+Over quadratures and rows of one length A = 0 (base_exponential.py), while Ψ stays.
 
 With kernel="gaussian", e^{−‖x−y‖²/2}, the factors e^{−‖x‖²/2} are those of the original vectors. Cost: `oprf` and one
-product per coordinate.
+multiplication per coordinate.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from snnk_peft.projections.base import Projection
 
 @COMPONENTS.register("saderf")
 class Saderf(Tilted):
-    """gerf on diagonally balanced vectors."""
+    """`gerf` on diagonally balanced vectors."""
 
     formula = "oprf on Ψx and Ψ⁻¹y, Ψ diagonal"
     source = "Likhosherstov et al. 2023; Spectraformer"
@@ -46,13 +46,13 @@ class Saderf(Tilted):
         self.register_buffer("mean_square", torch.zeros(()))
 
     def prepare(self, projection: Projection) -> None:
-        """Make room for Ψ, the identity."""
+        """Create a buffer for Ψ, initialised to the identity."""
         self.register_buffer("balance", torch.ones(projection.dim))
 
     def statistics(
         self, x: torch.Tensor, y: torch.Tensor, x_mask: torch.Tensor | None = None, y_mask: torch.Tensor | None = None
     ) -> dict[str, torch.Tensor]:
-        """{"balance": Ψ (..., 1, dim), "mean_square": S of the balanced vectors (..., 1, 1)}; without gradient."""
+        """Return {"balance": Ψ (..., 1, dim), "mean_square": S after balancing (..., 1, 1)}; without gradient."""
         with torch.no_grad():
             x, y = wide(x), wide(y)
             x_square, y_square = masked_mean(x.square(), x_mask), masked_mean(y.square(), y_mask)
@@ -65,7 +65,7 @@ class Saderf(Tilted):
     def coordinates(
         self, statistics: Mapping[str, torch.Tensor], second: bool, like: torch.Tensor, dim: int
     ) -> Coordinates:
-        """A for the balanced vectors, and Ψ or its inverse."""
+        """Return A for the balanced vectors, and Ψ or its inverse."""
         balance = statistics.get("balance", self.balance).to(like)
         stretch = 1 / balance if second else balance
         if self.A is not None:

@@ -1,9 +1,9 @@
 """Softmax features with both signs (Hedgehog, Zhang et al. 2024): φ(x) = softmax([Wx + b, −(Wx + b)]).
 
-2m features, positive, between 0 and 1, of sum 1: bounded whatever x is, and as spiky as W makes them. They estimate no
-kernel: W and b are meant to be learned, so that Σ_j φ(q)·ψ(k_j) follows the softmax weights of a layer, with maps of
-their own for queries and keys. Over a learned `free` matrix with bias this is the map of attention transfer; over a
-fixed matrix it is a positive map like `elu`, no more.
+2m positive features that sum to 1: bounded for any x, and as peaked as W makes them. They estimate no kernel: W and b
+are meant to be learned, so that Σ_j φ(q)·ψ(k_j) follows the softmax weights of a layer, with separate maps for queries
+and keys. Over a learned `free` matrix with bias this is the map of attention transfer; over a fixed matrix it is merely
+a positive map like `elu`.
 
 Cost: the projection and two exponentials per row.
 """
@@ -22,7 +22,7 @@ from snnk_peft.projections.base import Projection
 
 @COMPONENTS.register("softmax_pm")
 class SoftmaxPm(Component):
-    """softmax over the projections and their negatives. Unequal weights of the rows play no part in it."""
+    """Softmax over the projections and their negatives. Unequal weights of the rows are ignored."""
 
     formula = "softmax([Wx + b, −(Wx + b)])"
     kernel_formula = "none; W is to be learned"

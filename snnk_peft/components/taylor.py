@@ -6,7 +6,7 @@ to `degree` gets features (✗ a degree measure that leaves out degree 1, or dro
 function); the sign of a_n goes on one tower. Degree 0 is one constant feature, without randomness.
 
 Exact kernel: the series truncated after `degree`. The variance grows as ‖x‖^{2n}‖y‖^{2n}: meant for vectors of length
-about 1. A series with a finite radius of convergence (tanh: π/2, 1/(1−z): 1) means nothing beyond it.
+about 1. A series with a finite radius of convergence (tanh: π/2, 1/(1−z): 1) is meaningless beyond it.
 
 Rows: a feature of degree n uses n of them; num_features >= degree (degree + 1)/2. Cost: the projection.
 """
@@ -51,7 +51,7 @@ SERIES: dict[str, tuple[Callable[[int], float], float]] = {
 
 
 def series_coefficients(series: str | Sequence[float], degree: int | None) -> list[float]:
-    """a_0 ... a_degree.
+    """Return the coefficients a_0 ... a_degree.
 
     Raises:
         ConfigError: numbers that are not finite, or fewer than the degree needs.
@@ -66,12 +66,12 @@ def series_coefficients(series: str | Sequence[float], degree: int | None) -> li
 
 
 def convergence_radius(series: str | Sequence[float]) -> float:
-    """Where the whole series converges; infinite for polynomials."""
+    """Return the radius of convergence of the whole series; infinite for polynomials."""
     return SERIES[series][1] if isinstance(series, str) else math.inf
 
 
 def evaluate(coefficients: Sequence[float], z: Tensor) -> Tensor:
-    """Σ_n a_n z^n by Horner's rule, the shape of z."""
+    """Evaluate Σ_n a_n z^n by Horner's rule, in the shape of z."""
     total = z * 0
     for a in reversed(coefficients):
         total = total * z + a
@@ -80,7 +80,7 @@ def evaluate(coefficients: Sequence[float], z: Tensor) -> Tensor:
 
 @COMPONENTS.register("taylor")
 class Taylor(Component):
-    """Products of random projections."""
+    """Features that are products of random projections."""
 
     formula = "products of n projections, for every power n"
     kernel_formula = "Σ_n a_n (x·y)^n, truncated"
@@ -115,13 +115,13 @@ class Taylor(Component):
         self._shares: dict[int, list[int]] = {}
 
     def _features_per_degree(self, rows: int) -> list[int]:
-        """Return the number of features of degree 0, 1, 2, ... that this many rows give; cached."""
+        """Return the number of features of degree 0, 1, 2, ... for this many rows; cached."""
         if rows not in self._shares:
             self._shares[rows] = self._share_out(rows)
         return self._shares[rows]
 
     def _share_out(self, rows: int) -> list[int]:
-        """One feature for each degree, then by turns to the degree with the largest share left."""
+        """Assign one feature to each degree, then each further one to the degree with the largest remaining share."""
         wanted = [n for n, a in enumerate(self.coefficients) if n > 0 and a != 0]
         counts = [0] * len(self.coefficients)
         left = rows
@@ -136,11 +136,11 @@ class Taylor(Component):
             counts[best], left = counts[best] + 1, left - best
 
     def feature_dim(self, num_features: int, dim: int) -> int:
-        """The constant, and the features of all degrees."""
+        """Return the number of features of all degrees, the constant included."""
         return 1 + sum(self._features_per_degree(num_features))
 
     def fewest_rows(self) -> int:
-        """One feature per degree."""
+        """Return the number of rows for one feature per degree."""
         return max(1, sum(n for n, a in enumerate(self.coefficients) if a != 0))
 
     def prepare(self, projection: Projection) -> None:
@@ -185,7 +185,7 @@ class Taylor(Component):
             )
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The truncated series at x·y.
+        """Evaluate the truncated series at x·y.
 
         Raises:
             ConfigError: |x·y| reaches the radius of convergence.

@@ -38,7 +38,7 @@ SHIFT_INVARIANT = ("gaussian", *_DEGREES, "cauchy")
 
 
 def row_multipliers(kernel: str, num_features: int, generator: torch.Generator) -> Tensor | None:
-    """r for every row, (num_features,), or None where all are 1."""
+    """Draw r for every row, (num_features,), or return None if all are 1."""
     if kernel == "cauchy":
         # −2 log U is exponential with mean 2.
         uniform = uniform_numbers(num_features, generator=generator)
@@ -51,13 +51,13 @@ def row_multipliers(kernel: str, num_features: int, generator: torch.Generator) 
 
 
 def shift_invariant_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:
-    """The exact kernel; differentiable, also at x = y."""
+    """Compute the exact kernel; differentiable, also at x = y."""
     square = (x - y).square().sum(-1)
     if kernel == "gaussian":
         return torch.exp(-square / 2)
     if kernel == "cauchy":
         return 1 / (1 + square)
-    # The distance has no gradient at 0; there the gradient is taken as 0.
+    # The distance has no gradient at 0; it is set to 0 there.
     distance = torch.where(square > 0, torch.where(square > 0, square, 1.0).sqrt(), 0.0)
     r = distance * _DEGREES[kernel] ** 0.5
     polynomial = {1: 1.0, 3: 1 + r, 5: 1 + r + r.square() / 3}[_DEGREES[kernel]]
@@ -97,7 +97,7 @@ class Trigrf(Component):
         self.register_buffer("multipliers", None)
 
     def feature_dim(self, num_features: int, dim: int) -> int:
-        """Two per row, or one with phases."""
+        """Return two features per row, or one with phases."""
         return 2 * num_features if self.form == "cos_sin" else num_features
 
     def prepare(self, projection: Projection) -> None:

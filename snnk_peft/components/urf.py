@@ -6,11 +6,11 @@ and each atom a cos τz + c sin τz is linearised with Gaussian draws g (`tests/
     Φ(x) = [1, x, ..., e^{τ²s²‖x‖²/2} (cos τs g·x, sin τs g·x), ...]
     Ψ(w) = [β + αb, αw, ..., e^{g·w/s − ‖w‖²/2s²} (a cos τb + c sin τb, c cos τb − a sin τb), ...]
 
-The affine part is exact and merges with the next matrix when bundled. Rows of W are shared out among the atoms:
+The affine part is exact and merges with the next matrix when bundled. Rows of W are distributed over the atoms:
 "stratified" in proportion to the standard deviation of each atom, "iid" drawn from that distribution, "block" with one
-draw per block of rows. With s² = w_norm/(τ x_norm) the variance of one row of an atom is about
-(a² + c²) e^{2τ x_norm w_norm}: fine for small norms (SIREN, normalised inputs), hopeless for a pretrained BERT layer,
-where it warns. Use relu, gelu or cos features with a Nyström readout there.
+draw per block of rows. With s² = w_norm/(τ x_norm) the variance of one row of an atom is about (a² + c²) e^{2τ x_norm
+w_norm}: fine for small norms (SIREN, normalised inputs), hopeless for a pretrained BERT layer, where it warns. Use
+relu, gelu or cos features with a Nyström readout there.
 
 Features: dim + 1 + 2 per row. Cost: the projection and two trigonometric functions per row.
 """
@@ -37,7 +37,7 @@ from snnk_peft.projections.base_drawn import site_generator
 
 @COMPONENTS.register("urf")
 class Urf(Component):
-    """Linearised f(w·x + b)."""
+    """Linearisation of f(w·x + b)."""
 
     formula = "[1, x, e^{τ²s²‖x‖²/2} (cos τs ω·x, sin τs ω·x)]"
     kernel_formula = "f(x·y) for any activation f (as fitted)"
@@ -90,15 +90,15 @@ class Urf(Component):
         self._checked = False
 
     def feature_dim(self, num_features: int, dim: int) -> int:
-        """Two per row, and the affine part."""
+        """Return two features per row, plus the affine part."""
         return 2 * num_features + dim + 1
 
     def fewest_rows(self) -> int:
-        """One per atom, unless atoms are drawn."""
+        """Return one row per atom, unless atoms are drawn."""
         return len(self.fit.frequencies) if self.sampling == "stratified" else 1
 
     def prepare(self, projection: Projection) -> None:
-        """Share the rows out among the atoms."""
+        """Distribute the rows over the atoms."""
         if not projection.uniform:
             raise ConfigError(
                 "urf cannot use a projection with unequal feature weights (each row serves another atom); "
@@ -142,7 +142,7 @@ class Urf(Component):
             self._warn(f"with x_norm={self.x_norm} and w_norm={self.w_norm}", log_variance)
 
     def predicted_log_variance(self, x_norm: float, w_norm: float) -> float:
-        """Natural logarithm of a bound on Var[Φ(x)·Ψ(w)] for vectors of these lengths and iid rows."""
+        """Return the natural logarithm of a bound on Var[Φ(x)·Ψ(w)] for vectors of these norms and iid rows."""
         exponent = (self.tau * self.scale * x_norm).square() + (w_norm / self.scale).square() / (1 + 8 * self.bound)
         exponent = exponent + self.dim * (math.log1p(4 * self.bound) - math.log1p(8 * self.bound) / 2)
         amplitude = torch.hypot(self.cosines, self.sines) * self.share.square()
@@ -176,7 +176,7 @@ class Urf(Component):
     def _phi(
         self, x: torch.Tensor, projection: Projection, statistics: Mapping[str, torch.Tensor]
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The affine features, and per row the logarithm of the size of its waves, their cosine and sine part."""
+        """Return the affine features and, per row, the log-amplitude of its waves and their cosine and sine parts."""
         rate = (self.tau * self.scale).to(x)
         self._check_once(x)
         exponents = rate.square() * (x.square().sum(-1, keepdim=True) / 2)
@@ -196,7 +196,7 @@ class Urf(Component):
         return affine, exponents, a * cos + c * sin, c * cos - a * sin
 
     def _check_once(self, x: torch.Tensor) -> None:
-        # Reading a number back from a GPU waits for it, so only the first batch is looked at.
+        # Reading a value back from a GPU synchronises, so only the first batch is checked.
         if self._checked or torch.compiler.is_compiling() or x.device.type == "meta" or x.numel() == 0:
             return
         self._checked = True
@@ -205,12 +205,12 @@ class Urf(Component):
             self._warn(f"for an input of length {norm:.3g} (x_norm={self.x_norm})", log_variance)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The fitted f(x·y), what E[Φ(x)·Ψ(y)] equals for bias 0; within `fit.sup_error` of f on the interval."""
+        """Return the fitted f(x·y), equal to E[Φ(x)·Ψ(y)] for bias 0; within `fit.sup_error` of f on the interval."""
         return self.fit((x * y).sum(-1))
 
 
 def _apportion(probability: torch.Tensor, total: int) -> torch.Tensor:
-    """Whole numbers that sum to `total` >= len(probability), nearly proportional, each at least 1."""
+    """Return integers that sum to `total` >= len(probability), nearly proportional, each at least 1."""
     counts = 1 + (probability * (total - len(probability))).floor().long()
     rest = probability * total - counts
     for index in rest.argsort(descending=True)[: total - int(counts.sum())].tolist():

@@ -1,1 +1,1 @@
-"""The convert verb: data become batches; plan, patch, calibrate, bundle and recover follow; one report of it all."""
+"""Conversion: turn data into batches; then plan, patch, calibrate, bundle and recover, with one report."""

@@ -1,4 +1,4 @@
-"""The original and its conversion on examples that were held out: answers, states of the layers, seconds, bytes."""
+"""Comparison of the original and its conversion on held-out examples: answers, layer states, seconds, bytes."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from snnk_peft.planning.timing import clock
 def compared(
     original: nn.Module, other: Callable[..., Any], batches: Sequence[Mapping[str, Any]], answers: Answers
 ) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """Figures of `Comparison`, and of each layer how far its states are from the original's.
+    """Compute the figures of `Comparison`, and for each layer the distance of its states from the original's.
 
     Args:
         original: the model.
-        other: another model; or a function of its inputs that gives its outputs, but no states.
+        other: another model; or a function from its inputs to its outputs, without states.
         batches: held-out examples.
-        answers: how both are read.
+        answers: reader of both models' answers.
 
     Returns:
-        The figures, `distance` among them; and per layer, front to back, `error`, the squared difference of the states
-        behind it (residual and normalisation included) relative to their variance, and `psnr`, in dB, of their range.
-        No layer where there are no states.
+        The figures, including `distance`; and per layer, front to back, `error`, the squared difference of the states
+        behind it (residual and normalisation included) relative to their variance, and `psnr`, in dB, relative to their
+        range. Without states, no layers.
     """
     comparison = Comparison(answers)
     sums: list[_States] = []
@@ -49,7 +49,7 @@ def compared(
 
 
 class _States:
-    """Sums over the tokens of one layer."""
+    """Running sums over the tokens of one layer."""
 
     def __init__(self) -> None:
         self.missed = self.squares = self.count = 0.0
@@ -77,11 +77,11 @@ class _States:
 
 @torch.inference_mode()
 def seconds(runs: Mapping[str, Callable[..., Any]], model: nn.Module, batch: Mapping[str, Any]) -> dict[str, float]:
-    """The least seconds of a forward pass of each, side by side, on one batch.
+    """Measure the minimum seconds of a forward pass of each model on one batch, taking turns.
 
     Args:
         runs: models, or functions of the same inputs.
-        model: says where the inputs belong.
+        model: determines the device of the inputs.
         batch: the inputs.
     """
     inputs = model_inputs(model, batch)
@@ -89,7 +89,7 @@ def seconds(runs: Mapping[str, Callable[..., Any]], model: nn.Module, batch: Map
 
 
 def size(model: nn.Module, stored: torch.dtype) -> dict[str, int]:
-    """Parameters (rows of feature maps, which are buffers, among them) and bytes of the model saved in a precision."""
+    """Return the number of parameters (including rows of feature maps, which are buffers) and the size in bytes."""
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers()) if each.is_floating_point()}
     saved = {id(each): each for each in model.state_dict(keep_vars=True).values()}
     return {

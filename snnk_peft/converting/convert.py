@@ -1,6 +1,6 @@
 """convert: a model and examples in, a smaller and faster model and a report out.
 
-The given model is not touched: all happens to copies, which share its tensors and do not write to them.
+The given model is not changed: copies share its tensors and do not write to them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEFAULT_BUDGET = "2x"
 
 @dataclass(frozen=True)
 class Converted:
-    """What `convert` returns.
+    """Result of `convert`.
 
     Args:
         model: a plain transformers model, or a SentenceTransformer if one was given.
@@ -100,48 +100,49 @@ def convert(
 ) -> Converted:
     """Make a fine-tuned model smaller and faster, without labels: plan, calibrate, bundle and recover in one call.
 
-    The model that is given is left as it was, whatever happens; nothing is written. One in half precision on a CPU is
-    timed and compared in float32, its conversion returned as precise as it was.
+    The given model is never changed, and nothing is written. A half-precision model on a CPU is timed and compared in
+    float32; its conversion is returned in the original precision.
 
     Args:
         model: a transformers model, a SentenceTransformer, or the folder or Hub id of one.
         data: examples of the kind that the model will see. A list of texts, or of pairs of texts; a file of texts (.txt
             with one per line, .csv, .tsv, .jsonl, .parquet); a `datasets.Dataset` or DataFrame; images, or a folder of
-            them; or batches of model inputs, as `calibrate` takes them. Some (15%, but 1,000 examples and 100,000
-            tokens of texts at most) are held out from everything, to compare the two models on.
-        budget: "2x" for half of the cost, or the share of it that may remain, in (0, 1), for which `plan` chooses parts
+            them; or batches of model inputs, as `calibrate` takes them. A share (15%, but at most 1,000 examples and
+            100,000 tokens of text) is held out from everything, to compare the two models.
+        budget: "2x" for half of the cost, or the share of the cost to keep, in (0, 1), for which `plan` chooses parts
             and sizes. None converts `parts` as they are.
-        of: what the budget is of: "latency", "macs" or "bytes".
-        quality: instead of a budget, the share of the answers to keep on the held-out examples (of embeddings the
-            cosine, of numbers the correlation), in (0, 1): as small as it may be for that. Takes several conversions.
-        cache: of a decoder, instead of a budget: the share of its cache's bytes (in half precision) that may remain
-            behind the longest text that it reads, in (0, 1). The key heads that recall from far back keep softmax, over
-            keys in 8 bits; all others become linear. `parts` are converted as they are beside it.
-        parts: the candidates of the plan, or what is converted; None for all that suit the model.
-        tokenizer: tokenizer or image processor; None takes the one beside the model.
-        text: name of the column with the texts, or names of the two with pairs; None for "text".
-        samples: examples that are read at most, drawn by the seed; None: 2,500 texts or 640 images.
-        max_length: tokens per text; None for as many as the model reads, but 512 at most.
-        pooling: of an encoder without a head, how token states become a vector: "mean", "first" or "last". A
+        of: unit of the budget: "latency", "macs" or "bytes".
+        quality: instead of a budget, the share of the answers to keep on the held-out examples (the cosine for
+            embeddings, the correlation for regression), in (0, 1): the smallest model that keeps it. Takes several
+            conversions.
+        cache: for a decoder, instead of a budget: the share of its cache's bytes (in half precision) to keep after the
+            longest text that it reads, in (0, 1). The key heads that attend far back keep softmax, over keys in 8 bits;
+            all others become linear. `parts` are converted as they are in addition.
+        parts: the candidates of the plan, or the parts to convert; None for all that suit the model.
+        tokenizer: tokenizer or image processor; None loads the one saved with the model.
+        text: name of the text column, or names of the two columns with pairs; None for "text".
+        samples: maximum number of examples, drawn by the seed; None: 2,500 texts or 640 images.
+        max_length: tokens per text; None for the model's maximum, but at most 512.
+        pooling: how an encoder without a head turns token states into a vector: "mean", "first" or "last". A
             SentenceTransformer has its own.
-        inputs: model inputs as they will be served, such as a batch of 32 texts of 64 tokens: their cost counts, and
-            they are timed. None for the batch of median size.
-        recover: seconds of steps towards the original's answers and states; 0 for none. What does not bring the
-            conversion nearer is not kept.
-        steps: so many steps instead of the seconds: the same result on every run.
-        int8: also write an ONNX file with int8 Linears, beside which the report has the original's own int8
+        inputs: model inputs as in production, such as a batch of 32 texts of 64 tokens, on which cost and time are
+            measured. None for the batch of median size.
+        recover: seconds of training towards the original's answers and states; 0 for none. Steps that bring the
+            conversion no closer are discarded.
+        steps: number of steps instead of seconds: the same result on every run.
+        int8: also write an ONNX file with int8 Linears; the report compares it with an int8 version of the original
             (`pip install snnk-peft[onnx]`).
-        seed: of all draws.
+        seed: seed of all random draws.
         progress: show progress bars.
 
     Returns:
-        `.model`, a plain transformers model (a SentenceTransformer for one), and `.report`; `.save_pretrained(folder)`
-        writes both.
+        `.model`, a plain transformers model (or a SentenceTransformer, if one was given), and `.report`;
+        `.save_pretrained(folder)` writes both.
 
     Raises:
-        ConfigError: what is wrong with the arguments or the data, all of it; a budget or quality that cannot be met.
+        ConfigError: all faults of the arguments or the data; a budget or quality that cannot be met.
         UnsupportedError: a model that cannot be converted.
-        ImportError: int8 without the packages of ONNX.
+        ImportError: int8 without the ONNX packages.
 
     Example:
         >>> import torch
@@ -192,7 +193,7 @@ def converted(
     int8: bool,
     settings: Mapping[str, Any],
 ) -> Converted:
-    """What `convert` does once model and data are read; arguments as there, `settings` for the report."""
+    """Convert a model once it and the data are read; arguments as for `convert`, `settings` for the report."""
     result = pipeline.run(budget) if quality is None else smallest(quality, pipeline.run)
     files = tempfile.TemporaryDirectory(prefix="snnk-convert-") if int8 else None
     with pipeline.stages("compare"):
@@ -214,7 +215,7 @@ def _faults(
     steps: object,
     seed: object,
 ) -> list[str]:
-    """What is wrong with the arguments; `plan` looks at budget, unit and candidates."""
+    """List the faults of the arguments; `plan` checks budget, unit and candidates."""
     faults = []
     if quality is not None:
         faults += number_faults("quality", quality, above=0, below=1)

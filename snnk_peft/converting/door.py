@@ -1,4 +1,4 @@
-"""A model as it was given, taken apart: what every door of `convert` makes of what stands before it."""
+"""A model as given to `convert`, taken apart in one form for all kinds of models."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from snnk_peft.calibrating.answers import Pooling
 
 
 class Opened(NamedTuple):
-    """The transformers model inside of what was given, and how what was given is made again around another.
+    """The transformers model inside the given object, and a function that rebuilds the object around another model.
 
     Args:
         model: the transformers model.
         reader: its tokenizer or image processor; None if there is none.
-        pooling: how the states of its tokens become one vector.
-        close: makes of a plain transformers model what the user gave: a SentenceTransformer around it, say.
-        max_length: tokens that it reads of a text, where what was given says so.
+        pooling: how its token states become one vector.
+        close: wraps a plain transformers model into the kind of object given, such as a SentenceTransformer.
+        max_length: maximum number of tokens per text, if the given object specifies it.
         missing: why there is no reader, and what to do; empty if there is one.
-        prompts: that texts come with, in turn.
+        prompts: prompts that precede the texts, used in turn.
     """
 
     model: Any

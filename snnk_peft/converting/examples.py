@@ -1,6 +1,6 @@
-"""What `convert` is given as data, as batches of model inputs: texts, tables, images, or such batches.
+"""The data given to `convert`, as batches of model inputs: texts, tables, images, or such batches.
 
-A share of the examples is held out from everything else, for the report.
+A share of the examples is held out for the report.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Batches = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Examples:
-    """Batches to fit and batches to compare on, with the number of examples in them."""
+    """Batches to fit and batches to compare on, with their numbers of examples."""
 
     fitted: Batches
     held_out: Batches
@@ -73,14 +73,14 @@ def examples_of(
         data: see `snnk_peft.convert`.
         door: model and reader.
         text: column of the texts, or two of pairs; None for "text".
-        samples: examples at most, drawn by `seed`.
+        samples: maximum number of examples, drawn by `seed`.
         max_length: tokens per text.
-        seed: of the draw.
-        size: examples per batch at most.
+        seed: seed of the draw.
+        size: maximum number of examples per batch.
         asked_by: the argument or setting that gave the data, for messages.
 
     Raises:
-        ConfigError: data of another kind, too few of them, nothing that reads them.
+        ConfigError: unsupported or too few data, or no tokenizer or image processor.
     """
     found = _content(data, [text] if isinstance(text, str) else list(text or ["text"]), asked_by)
     if found is None:
@@ -113,7 +113,7 @@ def examples_of(
 
 
 def _words(model: Any) -> int:
-    """Answers per token of a model of language, 1 of others."""
+    """Return the number of answers per token of a language model, 1 for others."""
     head = model.get_output_embeddings()
     return 1 if head is None else int(head.weight.shape[0])
 
@@ -123,7 +123,7 @@ def _size(count: int, size: int) -> int:
 
 
 def _content(data: Any, names: list[str], asked_by: str) -> tuple[str, Any] | None:
-    """("texts", texts or pairs), ("images", images), or None for batches."""
+    """Return ("texts", texts or pairs), ("images", images), or None for batches."""
     if isinstance(data, (str, os.PathLike)):
         return _of_path(Path(data).expanduser(), names, asked_by)
     if hasattr(data, "column_names") or (hasattr(data, "columns") and hasattr(data, "iloc")):
@@ -155,7 +155,7 @@ def _of_row(row: Any, names: list[str], number: int) -> Any:
 
 
 def _checked_texts(texts: Sequence[Any]) -> list[Any]:
-    """Texts or pairs, all of one kind and none of them empty."""
+    """Return the texts or pairs; raise ConfigError unless all are of one kind and none is empty."""
     pairs = _is_pair(texts[0])
     wrong = [
         number
@@ -194,7 +194,7 @@ def _rows(columns: Mapping[str, Sequence[Any]], names: list[str]) -> list[Any]:
 
 
 def _of_table(data: Any, names: list[str]) -> tuple[str, Any]:
-    """A datasets.Dataset or a DataFrame."""
+    """Return the content of a datasets.Dataset or a DataFrame."""
     if isinstance(data, Mapping):
         raise ConfigError(f"data are the splits {', '.join(map(str, data))}; expected one of them: give it alone")
     columns = list(data.column_names if hasattr(data, "column_names") else data.columns)
@@ -207,7 +207,7 @@ def _of_table(data: Any, names: list[str]) -> tuple[str, Any]:
 
 
 class _Opening(Sequence[Any]):
-    """Images of files, opened when they are asked for."""
+    """Image files, opened on access."""
 
     def __init__(self, pictures: FilePictures):
         self.pictures = pictures
@@ -220,7 +220,7 @@ class _Opening(Sequence[Any]):
 
 
 def _tokens(texts: Sequence[Any], door: Opened, max_length: int | None) -> Tokens:
-    """All texts, tokenised."""
+    """Tokenise all texts."""
     reader, model = door.reader, door.model
     room = text_room(model.config)
     said = [door.max_length, getattr(reader, "model_max_length", None), room]
@@ -248,7 +248,7 @@ def _of_images(images: Sequence[Any], door: Opened, chosen: Sequence[int], most:
 
 
 def _of_batches(data: Any, model: PreTrainedModel) -> Examples:
-    """Batches as calibrate takes them; every seventh is held out."""
+    """Split batches, given as for `calibrate`; every seventh is held out."""
     try:
         refuse_no_batches(data)
     except ConfigError as error:

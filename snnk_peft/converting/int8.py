@@ -17,14 +17,14 @@ GIVEN = 4  # batches on which the file is checked against the model
 
 
 def exported(model: Any, folder: Path, batches: Batches) -> Path:
-    """Write the file; returns its path."""
+    """Write the file; return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     export(model, "onnx", folder / FILE, batches=batches[:GIVEN], int8=True)
     return folder / FILE
 
 
 def runner(file: Path) -> Callable[..., dict[str, torch.Tensor]]:
-    """The program of a file as a function of model inputs, on as many threads as torch takes."""
+    """Load a file as a function of model inputs, with as many threads as torch uses."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(file), onnx_options(), providers=["CPUExecutionProvider"])
@@ -38,5 +38,5 @@ def runner(file: Path) -> Callable[..., dict[str, torch.Tensor]]:
 
 
 def bytes_of(file: Path) -> int:
-    """Of a file, and of the weights beside it where they are too many for one."""
+    """Return the size of a file, including weights that are stored in a second one."""
     return sum(each.stat().st_size for each in file.parent.glob(f"{file.name}*"))

@@ -1,4 +1,4 @@
-"""What `convert` is given as a model: a transformers model, a folder or Hub id of one, or a SentenceTransformer."""
+"""The model given to `convert`: a transformers model, its folder or Hub id, or a SentenceTransformer."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from snnk_peft.tuner.given_model import plain_model
 
 
 def opened(model: Any, reader: Any = None, pooling: str | None = None) -> Opened:
-    """Take apart what was given; nothing of it is changed.
+    """Take apart the given object without changing it.
 
     Args:
         model: a transformers model, a SentenceTransformer, or the folder or Hub id of either.
-        reader: the tokenizer or image processor; None looks beside the model.
-        pooling: "mean", "first" or "last"; None for what the model says, or the mean.
+        reader: the tokenizer or image processor; None looks for the one saved with the model.
+        pooling: "mean", "first" or "last"; None for the model's own, or else the mean.
 
     Raises:
-        ConfigError: no model, or none that is trained.
+        ConfigError: not a model, or an untrained one.
     """
     if is_sentence_encoder(model):
         return opened_sentence_encoder(model, reader, pooling)
@@ -43,7 +43,7 @@ def opened(model: Any, reader: Any = None, pooling: str | None = None) -> Opened
 
 
 def loaded(name: str) -> Any:
-    """The model of a folder or Hub id, by the class that its config names.
+    """Load the model of a folder or Hub id with the class that its config names.
 
     Raises:
         ConfigError: no such model, or one without weights for its head.
@@ -66,7 +66,7 @@ def loaded(name: str) -> Any:
 
 
 def _found_reader(name: str, main: str) -> tuple[Any, str]:
-    """The tokenizer or image processor beside a model, or why there is none."""
+    """Load the tokenizer or image processor saved with a model, or return why there is none."""
     images = main == "pixel_values"
     what, auto = ("an image processor", AutoImageProcessor) if images else ("a tokenizer", AutoTokenizer)
     remedy = f"give {what} as tokenizer={auto.__name__}.from_pretrained(...), or batches of model inputs as data"
@@ -80,7 +80,7 @@ def _found_reader(name: str, main: str) -> tuple[Any, str]:
 
 
 def check_reader(reader: Any) -> list[str]:
-    """A message about what is neither a tokenizer nor an image processor."""
+    """Return a message if the object is neither a tokenizer nor an image processor."""
     if reader is None or callable(reader):
         return []
     return [

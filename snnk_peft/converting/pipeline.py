@@ -1,4 +1,4 @@
-"""One conversion of a model that may be touched by nobody else: plan, calibrate, bundle, recover, compare."""
+"""The stages of a conversion: plan, calibrate, bundle, recover, compare."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ FEW = 16  # batches; below that all are fitted
 
 
 def enough(batches: Sequence[Batch]) -> list[Batch]:
-    """As many of the batches as determine a fit: of 2,500 sentences, those of 1,200 gave the same."""
+    """Return enough of the batches to determine a fit: 1,200 of 2,500 sentences gave the same result."""
     totals = sum(map(tokens_of, batches)), sum(map(examples_in, batches))
     share = max(TOKENS / max(1, totals[0]), EXAMPLES / max(1, totals[1]), BATCHES / max(1, len(batches)))
     return [batch for number, batch in enumerate(batches) if spread(number, share)]
 
 
 class Stages:
-    """Seconds of each stage, summed where one is run several times."""
+    """Seconds of each stage, summed over repeated runs."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -52,7 +52,7 @@ class Stages:
 
 
 class Fitted(NamedTuple):
-    """A patched model, the plan that decided its parts, or None, and the report of its fit."""
+    """A patched model, the plan that chose its parts (or None), and the report of its fit."""
 
     model: Any
     plan: Plan | None
@@ -61,14 +61,14 @@ class Fitted(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """A converted model and what is known about it.
+    """A converted model and its reports.
 
     Args:
         model: plain, in eval mode, in the precision in which it was compared.
-        plan: what chose the parts, or None.
-        calibration: of the fits.
-        recovery: of the steps; None without any.
-        figures: of the answers on the held-out examples, `distance` among them.
+        plan: the plan that chose the parts, or None.
+        calibration: report of the fits.
+        recovery: report of the recovery steps; None if there were none.
+        figures: figures of the answers on the held-out examples, including `distance`.
         layers: errors of the states behind each layer.
     """
 
@@ -82,27 +82,27 @@ class Result:
 
 @dataclass
 class Pipeline:
-    """What stays the same from one conversion to the next.
+    """State shared by successive conversions.
 
-    On a CPU, where half precision saves bytes but no time, a model in half precision works in float32.
+    On a CPU, where half precision saves memory but no time, a half-precision model runs in float32.
 
     Args:
-        original: in eval mode; its tensors may be those of the user's model and are not written to.
-        examples: to fit and to compare.
-        answers: how models are read.
-        of: what budgets are of.
-        parts: the candidates, or what is converted where there is no budget.
-        recover: seconds of steps; 0 for none.
-        steps: so many instead of the seconds; None for the seconds.
-        seed: of all draws.
+        original: the model, in eval mode; its tensors may be the user's and are not written to.
+        examples: examples to fit and to compare on.
+        answers: reader of the models' answers.
+        of: unit of the budgets.
+        parts: the candidates, or the parts to convert if there is no budget.
+        recover: seconds of recovery steps; 0 for none.
+        steps: number of recovery steps; None to use the seconds.
+        seed: seed of all random draws.
         progress: show progress bars.
-        inputs: whose cost a budget is of, and which are timed; empty for the batch of median size.
+        inputs: inputs on which cost and time are measured; empty for the batch of median size.
         fit: further arguments of `calibrate`.
-        cache: of a decoder, the share of its cache that may remain, beside the parts and in the place of a budget.
+        cache: for a decoder, the share of its cache to keep, in addition to the parts and instead of a budget.
 
     Attributes:
-        stored: precision of the original as it was given, in which a conversion is stored.
-        measured: the first plan, of whose measurements later ones are made.
+        stored: precision of the given model, in which a conversion is stored.
+        measured: the first plan, whose measurements later plans reuse.
     """
 
     original: Any
@@ -132,7 +132,7 @@ class Pipeline:
         return self.finished(self.fitted(budget))
 
     def planned(self, budget: str | float) -> Plan:
-        """Parts and sizes for a budget; measured once, for the first one that can be met."""
+        """Choose parts and sizes for a budget; costs are measured once, for the first budget that can be met."""
         how: dict[str, Any] = {"of": self.of, "parts": self.parts, "seed": self.seed, "progress": self.progress}
         how |= {"pooling": self.answers.pooling, "inputs": self.inputs, "check": False}
         with self.stages("plan"):
@@ -158,7 +158,7 @@ class Pipeline:
         return Fitted(patched, found, calibration)
 
     def to_fit(self) -> Sequence[Batch]:
-        """All batches but those by which the steps behind are judged; all if there are few."""
+        """Return the batches that do not judge the recovery steps; all if there are few."""
         batches = self.examples.fitted
         if not (self.recover or self.steps) or len(batches) < FEW:
             return batches
@@ -166,7 +166,7 @@ class Pipeline:
         return [batch for number, batch in enumerate(batches) if number not in held]
 
     def finished(self, fitted: Fitted) -> Result:
-        """Bundle, recover, and compare on what was held out, rounded as it will be stored."""
+        """Bundle, recover, and compare on the held-out examples, rounded to the stored precision."""
         with self.stages("calibrate"):
             small = bundle(fitted.model.to(self.stored))
         recovery = self.recovered(small.float())
@@ -176,7 +176,7 @@ class Pipeline:
         return Result(small, fitted.plan, fitted.calibration, recovery, figures, layers)
 
     def recovered(self, small: Any) -> Recovery | None:
-        """Bring a bundle in full precision nearer to the original, in place; None if no time is given for that."""
+        """Train a full-precision bundle towards the original, in place; return None if no recovery is asked for."""
         if not (self.recover or self.steps):
             return None
         with self.stages("recover"):
@@ -184,5 +184,5 @@ class Pipeline:
             return recover(small, self.full(), self.examples.fitted, self.answers, progress=self.progress, **how)
 
     def full(self) -> Any:
-        """The original in the precision of fits and steps."""
+        """Return the original in the precision of fits and recovery steps."""
         return shared_copy(self.original).float() if self.original.dtype in HALF else self.original

@@ -1,8 +1,8 @@
 """The smallest conversion that keeps a share of the answers.
 
-Every conversion says at which budget it was made and what it keeps. The next budget is looked for between the cheapest
-that keeps enough and the dearest that does not, where the plan's curve predicts it: the answers lost grow with a power
-of the predicted error, the square root for classes, whose distance is quadratic, and the error itself for vectors.
+Every conversion gives a pair of budget and quality. The next budget lies between the cheapest that keeps enough and the
+most expensive that does not, where the plan's curve predicts it: the loss of quality grows with a power of the
+predicted error, the square root for classes, whose distance is quadratic, and the error itself for vectors.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NEAR = 0.04  # two budgets that are so near to each other are not told apart
 
 
 def smallest(quality: float, run: Callable[[float], Result]) -> Result:
-    """The cheapest conversion found that keeps at least `quality`.
+    """Search for the cheapest conversion that keeps at least `quality`.
 
     Args:
         quality: share of the answers, cosine or correlation, on the held-out examples.
-        run: makes a conversion for the share of the cost that may remain.
+        run: converts the model for a given share of the cost.
 
     Raises:
         ConfigError: no budget can be met, or none keeps enough.
@@ -68,7 +68,7 @@ def _first(run: Callable[[float], Result]) -> Result:
 
 
 def _met(run: Callable[[float], Result], share: float) -> Result | None:
-    """None if no choice of parts is so cheap."""
+    """Run a conversion; return None if no choice of parts is that cheap."""
     try:
         return run(share)
     except ConfigError as error:
@@ -78,7 +78,7 @@ def _met(run: Callable[[float], Result], share: float) -> Result | None:
 
 
 def _predicted(plan: Plan, kept: float, quality: float, figure: str) -> float:
-    """The share of the cost at which the curve of a plan says that `quality` is kept."""
+    """Return the share of the cost at which a plan's curve predicts that `quality` is kept."""
     lost, may_be = max(1 - kept, 1e-4), max(1 - quality, 1e-4)
     limit = plan.predicted["error"] * (may_be / lost) ** (2.0 if figure == "agreement" else 1.0)
     enough = [point["cost"] for point in plan.curve if point["error"] <= limit]

@@ -1,11 +1,11 @@
 """recover: a few steps of AdamW towards the original's answers and states, without labels; never worse than before.
 
-The loss of a batch is the mean distance of its answers (`Answers.distances`: nats of logits, squares of numbers,
-1 − cosine of embeddings); of embeddings also the mean square by which the similarities within the batch are off; and,
-weighted, the mean over layers of the squared error of the states relative to their variance. A batch of texts that was
-trained on before is cut: of each text a run of tokens stays, so that few texts are not learned by heart. The learning
-rate rises over the first steps and falls to zero as the time runs out. The weights that are kept are those of least
-distance on batches that were not trained on: an average over the latest steps, or those from before.
+The loss of a batch is the mean distance of its answers (`Answers.distances`: nats for logits, squares for regression, 1
+− cosine for embeddings); for embeddings also the mean squared error of the similarities within the batch; and,
+weighted, the mean over layers of the squared error of the states relative to their variance. Texts that were trained on
+before are cropped to a span of tokens, so that a small set of texts is not memorised. The learning rate warms up over
+the first steps and decays to zero as the time runs out. The weights kept are those with the smallest distance on
+batches that were not trained on: an average over the latest steps, or the original ones.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ CHECKS = 4  # times that the weights are compared on them
 WARM_UP, DECAY = 10, 0.01
 USUAL = 0.05  # root of the mean square of a matrix's entries; narrower heads have values of .006 before outputs of .7
 AVERAGE = 0.9  # of the weights, per step
-# States weigh ten times as much as logits, which a few thousand texts would teach by heart: 200 steps of a MiniLM on
+# States weigh ten times as much as logits, which would overfit to a few thousand texts: 200 steps of a MiniLM on
 # SST-2 took the divergence on its dev set from .042 to .039; 120 at equal weights to .041, at twice the rate to .048.
 RATE, STATES = 1e-4, 10.0
 VECTOR_RATE, VECTOR_STATES = 4e-4, 1.0  # all-MiniLM is nearer after 400 steps than by 1e-3 or by answers alone
-# The rates are for conversions so far off. The noise of the steps adds a distance that grows with the square of the
-# rate, so nearer ones take smaller steps: 60 of a MiniLM at .0066 came to .0059 at a third of the rate, to .0072 at it.
+# The rates are for conversions at this distance. The noise of the steps adds a distance that grows with the square of
+# the rate, so closer ones take smaller steps: 60 of a MiniLM at .0066 led to .0059 at a third of the rate, and to .0072
+# at the full rate.
 AWAY = 0.05
 SIMILARITIES = 1.0
 LEAST = 0.5  # of a text's tokens that stay where it is cut
@@ -44,12 +45,12 @@ KEPT = 1 << 29  # bytes of the original's answers and states; beyond that they a
 
 @dataclass(frozen=True)
 class Recovery:
-    """What the steps did.
+    """Result of the recovery steps.
 
     Args:
-        steps: that were taken.
+        steps: number of steps taken.
         before: distance to the original's answers on batches that were not trained on.
-        after: the same of the weights that were kept.
+        after: the same for the weights that were kept.
         seconds: wall time.
     """
 
@@ -60,11 +61,11 @@ class Recovery:
 
 
 class Wanted:
-    """The original's answers and states, computed once for each batch, and kept as long as there is room.
+    """The original's answers and states, computed once per batch and kept while there is room.
 
     Args:
         original: the model.
-        answers: how it is read.
+        answers: reader of its answers.
     """
 
     def __init__(self, original: nn.Module, answers: Answers):
@@ -73,7 +74,7 @@ class Wanted:
         self.room = KEPT
 
     def of(self, number: int, inputs: Mapping[str, Any]) -> tuple[Rows, list[Tensor]]:
-        """Answers, and the states behind each layer, of one batch."""
+        """Return the answers and the states behind each layer for one batch."""
         if number in self.kept:
             return self.kept[number]
         found = self.computed(inputs)
@@ -85,19 +86,19 @@ class Wanted:
 
     @torch.no_grad()
     def computed(self, inputs: Mapping[str, Any]) -> tuple[Rows, list[Tensor]]:
-        """The same of any inputs; nothing is kept."""
+        """Compute the same for any inputs, without keeping them."""
         outputs = self.original(**inputs, output_hidden_states=True)
         return self.answers.read(outputs, inputs), list(outputs.get("hidden_states") or ())[1:]
 
 
 def cut(inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor] | None:
-    """Of each text its first and last token and, drawn, a run of those between, half of them or more.
+    """Crop each text to its first and last token and a random span of those between, at least half of them.
 
-    None for what is no text, for pairs, for packed texts and for padding in front.
+    Return None for other inputs than texts, for pairs, packed texts and left padding.
 
     Args:
         inputs: `input_ids`, `attention_mask` and, all 0, `token_type_ids`, each (n, tokens); nothing else.
-        generator: of the draws.
+        generator: generator of the draws.
     """
     ids, mask, types = (inputs.get(name) for name in ("input_ids", "attention_mask", "token_type_ids"))
     if ids is None or inputs.keys() - {"input_ids", "attention_mask", "token_type_ids"}:
@@ -122,7 +123,7 @@ def cut(inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tens
 
 
 def judging(count: int) -> list[int]:
-    """Numbers of the batches, of so many, that choose the weights."""
+    """Return the indices of the batches, out of `count`, that select the weights."""
     return [number for number in range(count) if is_held_out(number, HELD_OUT)] or [count - 1]
 
 
@@ -140,13 +141,13 @@ def recover(
     """Train a converted model towards the original, in place.
 
     Args:
-        model: plain, in full precision; left in eval mode, and as it was if no step brought it nearer.
-        original: what it was made from.
-        batches: inputs of both; an eighth of them chooses the weights and is not trained on.
-        answers: how both are read.
-        seconds: wall time; how many steps there are depends on the machine.
-        steps: so many instead, which is the same on every run.
-        seed: of the order of the batches.
+        model: plain, in full precision; left in eval mode, and unchanged if no step brought it closer.
+        original: the model that it was made from.
+        batches: inputs of both; an eighth of them selects the weights and is not trained on.
+        answers: reader of both models' answers.
+        seconds: wall time; the number of steps depends on the machine.
+        steps: number of steps instead, the same on every run.
+        seed: seed of the order of the batches.
         progress: show a progress bar.
     """
     started = time.perf_counter()
@@ -220,7 +221,7 @@ def recover(
 
 @torch.no_grad()
 def _assigned(target: Sequence[Tensor], source: Sequence[Tensor]) -> list[Tensor]:
-    """Write values into tensors; returns those from before."""
+    """Write values into tensors; return the previous ones."""
     before = [each.detach().clone() for each in target]
     for each, value in zip(target, source, strict=True):
         each.copy_(value)
@@ -228,8 +229,8 @@ def _assigned(target: Sequence[Tensor], source: Sequence[Tensor]) -> list[Tensor
 
 
 def share_of_rate(weight: Tensor) -> float:
-    """1, less for a matrix whose entries are small: what follows it is large, and makes much of every step. A bias
-    takes the share of its matrix.
+    """Return 1, or less for a matrix with small entries, whose steps the layers behind amplify. A bias takes its
+    matrix's share.
     """
     if weight.ndim < 2:
         return 1.0
@@ -237,7 +238,7 @@ def share_of_rate(weight: Tensor) -> float:
 
 
 def trained_weights(model: nn.Module) -> list[Tensor]:
-    """Everything in floating point but embeddings; of feature maps over rows of a layer these rows, too."""
+    """Return all floating-point weights but embeddings, including rows of feature maps taken from a layer."""
     tables = {id(each) for part in model.modules() if isinstance(part, nn.Embedding) for each in part.parameters()}
     rows = [
         buffer
@@ -253,14 +254,14 @@ def trained_weights(model: nn.Module) -> list[Tensor]:
 def loss_of(
     model: nn.Module, inputs: Mapping[str, Any], answers: Rows, states: Sequence[Tensor], reader: Answers
 ) -> Tensor:
-    """The loss of the module text, a scalar.
+    """Compute the loss described in the module's docstring, a scalar.
 
     Args:
-        model: that is trained.
-        inputs: of one batch.
+        model: the model being trained.
+        inputs: inputs of one batch.
         answers: the original's.
-        states: the original's behind each layer; none for no such term.
-        reader: of the answers.
+        states: the original's states behind each layer; empty to omit this term.
+        reader: reader of the answers.
     """
     outputs = model(**inputs, output_hidden_states=bool(states))
     mine = reader.read(outputs, inputs)
@@ -280,7 +281,7 @@ def loss_of(
 
 
 def state_error(wanted: Tensor, given: Tensor, mask: Any) -> Tensor:
-    """Squared difference relative to the variance, over the tokens that are no padding."""
+    """Compute the squared difference relative to the variance, over tokens that are not padding."""
     if isinstance(mask, Tensor) and mask.shape == wanted.shape[:-1]:
         wanted, given = wanted[mask.bool()], given[mask.bool()]
     wanted, given = (each.float().reshape(-1, each.shape[-1]) for each in (wanted, given))
@@ -290,7 +291,7 @@ def state_error(wanted: Tensor, given: Tensor, mask: Any) -> Tensor:
 
 @torch.no_grad()
 def _distance(model: nn.Module, wanted: Wanted, batches: Sequence[Mapping[str, Any]], held: Sequence[int]) -> float:
-    """As `Comparison.distance`, with the original's answers at hand."""
+    """Compute `Comparison.distance` from the stored answers of the original."""
     sums: dict[str, list[float]] = {}
     meters: dict[str, ErrorMeter] = {}
     for number in held:

@@ -1,4 +1,4 @@
-"""ConversionReport: what a user compares after `convert`; a table, a file, a plot."""
+"""ConversionReport: the comparison after `convert`, as a table, a file and a plot."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class ConversionReport:
     """Original and conversion, side by side.
 
     Args:
-        models: by name, the original first: `milliseconds` of a batch (the least of passes that took turns),
-            `parameters`, `bytes`; and of all but the original the figures of their answers on the held-out examples
-            (see `snnk_peft.calibrating.answers.Comparison`). Of a language model also, of the original too, `recall`:
-            the share of a passage's tokens that are the most likely ones where it comes back after other text.
-        examples: how many were fitted, and how many held out.
+        models: by name, the original first: `milliseconds` per batch (the minimum over passes that took turns),
+            `parameters`, `bytes`; and for all but the original the figures of their answers on the held-out examples
+            (see `snnk_peft.calibrating.answers.Comparison`). For a language model, including the original, also
+            `recall`: the share of a passage's tokens that are predicted correctly when it is repeated after other text.
+        examples: numbers of fitted and held-out examples.
         timed: shape of the batch that was timed.
         layers: behind each layer, `error` and `psnr` of the states on the held-out examples.
-        seconds: of each stage.
-        recovery: of the steps towards the original's answers: `steps`, `before` and `after`, the distance on examples
-            that were not trained on.
-        plan: what chose the parts; None if they were given.
-        calibration: errors of the single fits.
-        warnings: what to look at, with what to do about it.
+        seconds: seconds of each stage.
+        recovery: `steps` towards the original's answers, and the distance `before` and `after` on examples that were
+            not trained on.
+        plan: the plan that chose the parts; None if they were given.
+        calibration: errors of the individual fits.
+        warnings: problems found, with remedies.
         settings: the arguments.
     """
 
@@ -68,7 +68,7 @@ class ConversionReport:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """Of the converted model."""
+        """The figures of the converted model."""
         return self.models["converted"]
 
     @property
@@ -85,14 +85,14 @@ class ConversionReport:
         }
 
     def save(self, folder: str | os.PathLike[str], *, picture: bool = True) -> None:
-        """Write conversion.json, the data of `to_dict` (null for what is not finite), and conversion.png.
+        """Write conversion.json, the data of `to_dict` (null for values that are not finite), and conversion.png.
 
         Args:
-            folder: is made if need be.
+            folder: created if it does not exist.
             picture: False leaves the plot out, and needs no matplotlib.
 
         Raises:
-            ConfigError: no path of a folder; matplotlib is not installed; nothing is written.
+            ConfigError: not the path of a folder; matplotlib is not installed; nothing is written.
         """
         target = folder_of("folder", folder)
         drawn = draw(self) if picture else None
@@ -130,7 +130,7 @@ class ConversionReport:
 
 
 def told(plan: Plan) -> str:
-    """The choice of a plan in a line: "ffn 64 in layers 0, 2; narrow_heads 16 in layer 1"."""
+    """Summarise the choice of a plan in a line: "ffn 64 in layers 0, 2; narrow_heads 16 in layer 1"."""
     where: dict[tuple[str, str], list[int | None]] = {}
     for choice in plan.choices:
         where.setdefault((choice.part, choice.size), []).append(choice.layer)
@@ -146,7 +146,7 @@ def told(plan: Plan) -> str:
 def warnings_of(
     figures: Mapping[str, float], layers: Sequence[Mapping[str, float]], original: Mapping[str, float]
 ) -> list[str]:
-    """What to look at, with the remedy."""
+    """List the problems found, with remedies."""
     found = []
     if figures.get("recall", 1.0) < RECALLED * original.get("recall", 0.0):
         found.append(
@@ -176,7 +176,7 @@ def _number(value: float | None) -> str:
 
 
 def _plain(data: Any) -> Any:
-    """Plain data; None for numbers that JSON lacks."""
+    """Return plain data, with None for values that JSON lacks."""
     if isinstance(data, Mapping):
         return {str(key): _plain(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
@@ -185,12 +185,12 @@ def _plain(data: Any) -> Any:
 
 
 def main_figure(row: Mapping[str, float]) -> str:
-    """What one number of a model's answers is looked at first."""
+    """Return the main figure of a model's answers."""
     return next((name for name in ("agreement", "cosine", "correlation") if name in row), "distance")
 
 
 def draw(report: ConversionReport) -> bytes:
-    """A PNG: the share of answers kept over the time of a pass, and the error of the states behind each layer.
+    """Plot, as a PNG, the share of answers kept over the time of a pass, and the error of the states behind each layer.
 
     Raises:
         ConfigError: matplotlib is not installed.

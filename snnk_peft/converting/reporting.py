@@ -1,4 +1,4 @@
-"""The report of a conversion: what is measured when it is done."""
+"""The report of a conversion, measured at its end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from snnk_peft.planning.full_heads import recall
 
 
 def report_of(pipeline: Pipeline, result: Result, folder: Path | None, settings: Mapping[str, Any]) -> ConversionReport:
-    """Original and conversion side by side.
+    """Report the original and its conversion side by side.
 
     Args:
-        pipeline: the original, and what is held out.
+        pipeline: the original and the held-out examples.
         result: the conversion.
-        folder: for files with int8 Linears of both, which are compared as well; None for none.
-        settings: that decided it.
+        folder: folder for int8 files of both, which are then compared as well; None for none.
+        settings: the arguments.
     """
     original, held_out = pipeline.original, pipeline.examples.held_out
     runs: dict[str, Callable[..., Any]] = {"original": original, "converted": result.model}

@@ -1,7 +1,7 @@
-"""A SentenceTransformer in, one out: its encoder is converted, everything around it stays.
+"""Conversion of a SentenceTransformer: its encoder is converted, everything else stays.
 
-sentence-transformers is imported only where something of it was given. What follows the encoder (pooling, layers,
-normalisation) runs unchanged on the states of both models, so what is compared is what `encode` returns.
+sentence-transformers is imported only if such a model is given. The modules behind the encoder (pooling, layers,
+normalisation) run unchanged on the states of both models, so the results of `encode` are compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOME = "sentence-transformers/"  # on the Hub, of names without an owner
 
 
 def is_sentence_encoder(given: Any) -> bool:
-    """Return True for a SentenceTransformer, its folder, or its id on the Hub."""
+    """Return whether the object is a SentenceTransformer, its folder, or its id on the Hub."""
     if isinstance(given, (str, os.PathLike)):
         folder, name = Path(given).expanduser(), os.fspath(given)
         if folder.exists():
@@ -46,18 +46,18 @@ def _on_hub(name: str) -> bool:
 
 
 class SentenceEncoder:
-    """A SentenceTransformer that is taken apart: `model` is converted, `closed` puts the conversion in its place.
+    """A SentenceTransformer taken apart: `model` is converted, `closed` puts the conversion in its place.
 
     Args:
         given: a SentenceTransformer, which is not changed, or its folder or id on the Hub.
 
     Raises:
         ConfigError: sentence-transformers is not installed, or cannot read the folder.
-        UnsupportedError: the first module holds no torch model of transformers that reads texts.
+        UnsupportedError: the first module holds no transformers model for texts in torch.
 
     Attributes:
         model: the transformers model of the first module.
-        prompts: that texts come with, the default one first; "" for none.
+        prompts: prompts that precede the texts, the default one first; "" for none.
     """
 
     def __init__(self, given: Any):
@@ -83,7 +83,7 @@ class SentenceEncoder:
         self._after = [copy.deepcopy(module).eval().float().requires_grad_(False) for module in list(given)[1:]]
 
     def pooling(self, states: Tensor, inputs: Mapping[str, Any]) -> Tensor:
-        """The vectors of `encode`, (batch, dim), of states (batch, tokens, hidden); differentiable."""
+        """Return the vectors of `encode`, (batch, dim), for states (batch, tokens, hidden); differentiable."""
         mask = inputs.get("attention_mask")
         mask = torch.ones(states.shape[:2], dtype=torch.long, device=states.device) if mask is None else mask
         lengths = self._prompt_lengths(inputs["input_ids"], mask)
@@ -103,7 +103,7 @@ class SentenceEncoder:
         return found
 
     def _prompt_lengths(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Tokens of each text's prompt that pooling leaves out, (batch,)."""
+        """Return the number of prompt tokens that pooling leaves out, (batch,)."""
         found = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
         if all(getattr(module, "include_prompt", True) for module in self._after):
             return found
@@ -116,7 +116,7 @@ class SentenceEncoder:
         return found
 
     def closed(self, model: nn.Module) -> Any:
-        """A SentenceTransformer with another encoder; all else is a copy."""
+        """Return a copy of the SentenceTransformer with another encoder."""
         made = copy.deepcopy(self.given, {id(self.model): model}).eval()
         made._model_card_text = _card(model)  # what `save_pretrained` writes, in the place of the original's
         return made

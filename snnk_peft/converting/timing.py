@@ -1,4 +1,4 @@
-"""How long models take, one beside the other."""
+"""Timing of several models, taking turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ROUNDS = 7
 
 
 def side_by_side(runs: Mapping[str, Callable[[], Any]], clock: Callable[[], float]) -> dict[str, float]:
-    """The least seconds of each; they take turns, so that a slow phase of the machine affects all of them."""
+    """Measure the minimum seconds of each; they take turns, so that a slow phase of the machine affects all of them."""
     least = dict.fromkeys(runs, float("inf"))
     for turn in range(ROUNDS + 1):
         for name in list(runs) if turn % 2 else reversed(list(runs)):

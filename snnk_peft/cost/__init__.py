@@ -3,7 +3,7 @@
     snnk cost bert-large-uncased --config snnk.yaml
 
 Models are built on the meta device, where tensors have shapes but no values, and run there: operations are counted as
-torch calls them, and no formula of an architecture is needed. `CostRow` says what each figure contains.
+torch calls them, so no formula per architecture is needed. `CostRow` defines each figure.
 """
 
 from snnk_peft.cost.estimate import CostReport, CostRow, estimate_cost

@@ -1,4 +1,4 @@
-"""Models from configs, on the meta device: the pretrained one, and its SNNK, bundled and LoRA forms."""
+"""Models from configs, on the meta device: the pretrained one and its SNNK, bundled and LoRA forms."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ TASKS = {
     "audio-classification": "AutoModelForAudioClassification",
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What transformers, or torch under it, raises for a config that describes no model.
+# Raised by transformers, or torch, for a config that describes no valid model.
 FAULTS = (OSError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, ImportError, StrictDataclassError)
 
 
 def read_snnk_config(path: str | Path) -> SNNKConfig:
-    """The SNNKConfig whose fields a YAML or JSON file holds.
+    """Read an SNNKConfig from the fields in a YAML or JSON file.
 
     Raises:
-        ConfigError: there is no such file, it is no YAML, or its fields are wrong; lists all faults.
+        ConfigError: no such file, invalid YAML, or wrong fields; lists all faults.
     """
     try:
         given = parse_yaml(Path(path).read_text(encoding="utf-8"), str(path))
@@ -61,11 +61,11 @@ def read_snnk_config(path: str | Path) -> SNNKConfig:
 
 
 def read_model_config(model: str | Path | PretrainedConfig) -> PretrainedConfig:
-    """The config of a model.
+    """Read the config of a model.
 
     Raises:
         ConfigError: there is none, or it is damaged.
-        UnsupportedError: it is that of an adapter, of a bundle, or of a quantized model.
+        UnsupportedError: the config is that of an adapter, a bundle, or a quantized model.
     """
     if isinstance(model, PretrainedConfig):
         config = copy.deepcopy(model)
@@ -91,10 +91,10 @@ def read_model_config(model: str | Path | PretrainedConfig) -> PretrainedConfig:
 
 
 def prepare(config: Any, num_labels: int | None = None, image_size: int | None = None) -> None:
-    """Set the fields of a config that determine shapes; no keys are cached.
+    """Set the fields of a config that determine shapes, and disable the cache.
 
     Raises:
-        ConfigError: the model has no images.
+        ConfigError: the model takes no images.
     """
     if num_labels is not None:
         config.num_labels = num_labels
@@ -111,7 +111,7 @@ def prepare(config: Any, num_labels: int | None = None, image_size: int | None =
 
 
 def model_class(config: PretrainedConfig, task: str | None) -> Any:
-    """The class to build, or an Auto class."""
+    """Return the class to build, or an Auto class."""
     if task is not None:
         if task not in TASKS:
             raise ConfigError(did_you_mean("task", task, list(TASKS)))
@@ -128,7 +128,7 @@ def model_class(config: PretrainedConfig, task: str | None) -> Any:
 
 @contextmanager
 def _on_meta() -> Iterator[None]:
-    """Create tensors without values, and silence what libraries say about unusual configs."""
+    """Create tensors on the meta device, and silence warnings of libraries about unusual configs."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -152,7 +152,7 @@ def without_numbers(what: str) -> Iterator[None]:
 
 
 class Builder:
-    """Builds models from one config, a new one per call.
+    """Builder of models from one config, a new one per call.
 
     Raises:
         ConfigError: no model can be built from the config.
@@ -179,7 +179,7 @@ class Builder:
             return get_snnk_model(base, config).to("meta")  # small tensors that some components draw on the CPU
 
     def bundled(self, patched: Any) -> Any:
-        """`bundle` of a patched model, without the comparison of outputs."""
+        """Bundle a patched model without comparing outputs."""
         with without_numbers("bundling"), _on_meta():
             return folded_model(patched.get_base_model())[0]
 
@@ -189,10 +189,10 @@ class Builder:
     def lora(self, config: SNNKConfig, size: int) -> tuple[Any, int]:
         """Return LoRA on queries and values with about `size` parameters and the same task head trained, and its rank.
 
-        Where a family has no projection of its own for them, PEFT's choice for the architecture is taken.
+        If a family has no separate projections for them, PEFT's default for the architecture is used.
 
         Raises:
-            ConfigError: PEFT has no choice for it.
+            ConfigError: PEFT has no default for it.
         """
         per_rank = slot_parameters(self._lora(config, 1))
         rank = max(1, round(size / per_rank))
@@ -218,7 +218,7 @@ class Builder:
 
 
 def slot_parameters(model: Any) -> int:
-    """Count the trained parameters of a patched model outside of the modules that are trained in full."""
+    """Count the trained parameters of a patched model outside the modules that are trained in full."""
     return sum(
         parameter.numel()
         for name, parameter in model.named_parameters()
@@ -229,17 +229,17 @@ def slot_parameters(model: Any) -> int:
 def inputs_for(
     model: PreTrainedModel, batch_size: int, length: int | None, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Inputs of these shapes on the meta device: a batch without padding.
+    """Create inputs of these shapes on the meta device: a batch without padding.
 
     Args:
         model: of texts, images or mel spectrograms.
-        batch_size: examples.
-        length: tokens per text; None for what the model has positions for, at most 512.
-        dtype: of images and spectrograms.
+        batch_size: number of examples.
+        length: tokens per text; None for the model's number of positions, at most 512.
+        dtype: dtype of images and spectrograms.
 
     Raises:
         ConfigError: more tokens than positions.
-        UnsupportedError: the model reads something else.
+        UnsupportedError: the model takes other inputs.
     """
     config: Any = model.config
     if model.main_input_name == "pixel_values":
@@ -264,7 +264,8 @@ def inputs_for(
 
 
 def labels_for(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Labels of the model's task; none where its loss needs others than classes (the outputs' sum is taken then)."""
+    """Create labels for the model's task; none if its loss needs other labels than classes (outputs are then
+    summed)."""
     first = next(iter(inputs.values()))
     name = type(model).__name__
     if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")):

@@ -28,31 +28,31 @@ DEVICES = ("cuda", "cpu")
 
 @dataclass(frozen=True)
 class CostRow:
-    """Cost of one method. Bytes are decimal (1 GB = 10⁹ bytes); None where a figure does not apply.
+    """Cost of one method. Bytes are decimal (1 GB = 10⁹ bytes); None if a figure does not apply.
 
     Args:
         method: "full", "lora", "snnk" or "bundle".
-        detail: the rank of LoRA, or what a bundle could not be made for.
-        parameters: parameters, trained or not, each tensor once; what is replaced or copied while training counts too.
-        buffers: entries of buffers, among them the feature matrices.
+        detail: the rank of LoRA; None for other methods.
+        parameters: parameters, trained or not, each tensor once; including those replaced or copied during training.
+        buffers: entries of buffers, including the feature matrices.
         trained: trained parameters.
         macs: multiply-accumulate operations of one forward pass of the batch in matrix products, convolutions and
-            attention, masked pairs included; not those of elementwise functions, norms and sums.
-        training_macs: the same, forward and backward; nothing is computed for what needs no gradient.
-        inference_bytes: the most that is alive during one forward pass without gradients and without a cache of keys:
-            parameters, buffers, inputs, intermediate results, outputs (of every position).
+            attention, masked pairs included; without elementwise functions, norms and sums.
+        training_macs: the same, forward and backward; gradients that are not needed are not computed.
+        inference_bytes: peak memory of one forward pass without gradients and without a key-value cache: parameters,
+            buffers, inputs, intermediate results, outputs (for every position).
         weight_bytes: parameters and buffers.
-        saved_bytes: what is alive between forward and backward, besides the weights: inputs, outputs and what the
-            backward pass reads.
+        saved_bytes: memory in use between forward and backward, apart from the weights: inputs, outputs and tensors
+            saved for the backward pass.
         gradient_bytes: gradients of the trained parameters.
-        optimizer_bytes: AdamW's two moments of each trained parameter.
-        training_bytes: the most that is alive during a training step, all of these included as far as they are alive at
-            the same time. Not included: what kernels need for themselves, the context of a GPU, what an allocator keeps
-            unused.
+        optimizer_bytes: AdamW's two moments of each trained
+            parameter.
+        training_bytes: peak memory of a training step, including all of these as far as they are alive at the same
+            time. Not included: workspaces of kernels, the context of a GPU, memory that an allocator keeps unused.
         ddp_bytes: sent by each process per step by DDP to all-reduce the gradients in a ring, 2 (n−1)/n · gradients
             (Patarasuk & Yuan 2009).
-        ddp_buffer_bytes: what DDP besides that broadcasts per step, (n−1)/n · buffers as a mean over processes; none
-            with broadcast_buffers=False.
+        ddp_buffer_bytes: broadcast by DDP per step in addition, (n−1)/n · buffers as a mean over processes; none with
+            broadcast_buffers=False.
         fsdp_bytes: sent by each process per step by FSDP's full shard, without accumulation: all parameters, frozen
             ones too, are gathered forward and backward, gradients are scattered: (n−1)/n · (2 · parameters +
             gradients) (Rajbhandari et al. 2020, ZeRO, 7.2).
@@ -86,9 +86,9 @@ class CostReport:
 
     Args:
         model: its class.
-        inputs: name and shape of what it reads, for one process.
-        dtype: of the model; not a mixed precision.
-        device: type of the device whose kernels are stood in for.
+        inputs: name and shape of its inputs, for one process.
+        dtype: dtype of the model; not mixed precision.
+        device: type of the device whose kernels are simulated.
         processes: n, for the traffic.
         rows: one per method.
         remarks: methods that are left out, and why.
@@ -106,14 +106,14 @@ class CostReport:
         return asdict(self)
 
     def row(self, method: str) -> CostRow:
-        """The row of a method; KeyError where it was left out."""
+        """Return the row of a method; KeyError if it was left out."""
         for row in self.rows:
             if row.method == method:
                 return row
         raise KeyError(method)
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The table in words: a line of titles, and a line per method."""
+        """Return the table as text: a line of titles, and a line per method."""
         titles = (
             *("method", "parameters", "trained", "MACs", "MACs of a step", "inference", "training"),
             *("DDP sends", "FSDP sends"),
@@ -141,7 +141,7 @@ class CostReport:
 
 
 def short(number: int | None, unit: str = "") -> str:
-    """Three digits and a prefix: 1234567 is "1.23 M"."""
+    """Format a number with three digits and a prefix: 1234567 is "1.23 M"."""
     if number is None:
         return "–"
     value, prefixes = float(number), iter(("", "k", "M", "G", "T", "P", "E"))
@@ -167,22 +167,22 @@ def estimate_cost(
 ) -> CostReport:
     """Estimate parameters, MACs, memory and traffic of SNNK, its bundle, LoRA and full fine-tuning.
 
-    No weight is read or allocated, and nothing is downloaded but a config.
+    No weights are read or allocated, and only a config is downloaded.
 
     Args:
         model: a config, a config.json, a folder with one, or the name of a model on the Hub.
-        config: the parts. LoRA gets the rank at which it has as many trained parameters, and the same task head.
+        config: the parts. LoRA gets the rank with the same number of trained parameters, and the same task head.
         task: a name of `snnk_peft.cost.build.TASKS`; None for the class that the config names.
-        num_labels: of a classifier; None for what the config says.
+        num_labels: number of labels of a classifier; None for the config's.
         batch_size: examples per process.
         length: tokens per text, without padding; None for 512, or the model's positions if they are fewer.
-        image_size: pixels on each side; None for what the config says.
-        dtype: "float32", "bfloat16" or "float16", of the model as it is loaded (no mixed precision).
+        image_size: pixels on each side; None for the config's.
+        dtype: dtype of the loaded model, "float32", "bfloat16" or "float16" (no mixed precision).
         processes: number n of processes that share the traffic.
-        device: "cuda" or "cpu", whose kernels decide what attention and dropout keep for the backward pass.
+        device: "cuda" or "cpu", whose kernels determine what attention and dropout save for the backward pass.
 
     Raises:
-        ConfigError: arguments, config or parts that do not fit; lists all that are known.
+        ConfigError: wrong arguments, config or parts; lists all known faults.
         UnsupportedError: a quantized model, or one that cannot take the parts.
 
     Example:

@@ -1,8 +1,8 @@
 """Count the MACs and the memory of one forward pass or training step on the meta device.
 
-Every operation that torch calls is seen, in the forward pass, in the backward pass and in the optimizer: its MACs
-are counted by the formulas of torch's FlopCounterMode (which itself cannot run every model without gradients: its hooks
-want a history where a parameter is an input), and the memory of its results from their birth to their last reference.
+Every operation that torch calls is intercepted, in the forward pass, the backward pass and the optimizer: its MACs are
+counted by the formulas of torch's FlopCounterMode (which cannot run every model without gradients: its hooks expect a
+graph if a parameter is an input), and its results' memory from creation to the last reference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _shapes(query: torch.Tensor, *others: torch.Tensor) -> list[Any]:
-    """Shapes of query, key, value, as if every query head had keys of its own."""
+    """Return the shapes of query, key and value as if every query head had its own keys."""
     return [query.shape, *((*query.shape[:2], *other.shape[2:]) for other in others)]
 
 
@@ -38,7 +38,7 @@ def _fused_backward_flops(
     return int(sdpa_backward_flop_count(gradient.shape, *_shapes(query, key, value)))
 
 
-# The fused kernel of a CPU is not among torch's; as in those for a GPU, masked pairs are counted.
+# torch has no formula for the CPU's fused kernel; as in those for a GPU, masked pairs are counted.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _fused: _fused_flops,
@@ -47,14 +47,14 @@ FORMULAS: dict[Any, Callable[..., int]] = {
 
 
 class KernelsOf(TorchFunctionMode):
-    """Make the meta device save for the backward pass what a device's kernels save.
+    """Context in which the meta device saves for the backward pass what a device's kernels save.
 
-    On the meta device torch takes attention and dropout apart, and would keep the weights of every pair of tokens. All
-    fused attention kernels keep the same: query, key, value, output and one number per query.
+    On the meta device torch decomposes attention and dropout, and would save the weights of every pair of tokens. All
+    fused attention kernels save the same: query, key, value, output and one scalar per query.
 
     Args:
-        device: type of the device, "cuda" or "cpu". A CPU has no fused attention with dropout, and its dropout keeps a
-            factor where that of a GPU keeps a bool.
+        device: type of the device, "cuda" or "cpu". A CPU has no fused attention with dropout, and its dropout saves a
+            factor instead of the GPU's bool.
     """
 
     def __init__(self, device: str):
@@ -67,7 +67,7 @@ class KernelsOf(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func is nn.functional.dropout and self.gpu:
             return self._dropout(*args, **kwargs)
-        # transformers asks a batch whether all its tokens count and no row is packed (yes), or holds padding (no).
+        # transformers checks whether a batch has neither masked tokens nor packed rows (yes), or has padding (no).
         if func is torch.Tensor.__bool__ and args[0].is_meta:
             return True
         if func is torch.Tensor.__contains__ and args[0].is_meta:
@@ -100,12 +100,12 @@ class KernelsOf(TorchFunctionMode):
 
 
 class Meter(TorchDispatchMode):
-    """Counts the MACs of all operations, and the bytes of live storages, each once.
+    """Counter of the MACs of all operations, and of the bytes of live storages, each once.
 
     Attributes:
         flops: twice the MACs so far.
-        now: bytes at the moment.
-        peak: the most there were since it was last set.
+        now: bytes currently in use.
+        peak: maximum since it was last set.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Meter(TorchDispatchMode):
         self._alive: set[int] = set()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of tensors, as long as they live."""
+        """Count the storages of tensors while they are alive."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
@@ -138,24 +138,24 @@ class Meter(TorchDispatchMode):
 
 @contextmanager
 def metered(device: str) -> Iterator[Meter]:
-    """A meter for what runs on the meta device, with the kernels of `device`."""
-    # What is selected by a condition is all of it: in a batch without padding every token and label counts.
+    """Measure what runs on the meta device in a context, with the kernels of `device`."""
+    # A boolean index selects everything: in a batch without padding every token and label counts.
     whole = symbolic.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     with whole, KernelsOf(device), Meter() as meter:
         yield meter
 
 
 def held(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers, each once."""
+    """Return parameters and buffers, each once."""
     return [*model.parameters(), *model.buffers()]
 
 
 class Inference(NamedTuple):
-    """One forward pass in eval mode.
+    """Measurements of one forward pass in eval mode.
 
     Attributes:
         macs: multiply-accumulate operations.
-        peak: bytes of everything that is alive at the worst moment, the model and the outputs included.
+        peak: peak memory in bytes, including the model and the outputs.
     """
 
     macs: int
@@ -163,14 +163,14 @@ class Inference(NamedTuple):
 
 
 class Training(NamedTuple):
-    """One training step: forward, backward, AdamW.
+    """Measurements of one training step: forward, backward, AdamW.
 
     Attributes:
         macs: as in `Inference`, forward and backward.
-        saved: bytes that are alive between forward and backward, the model aside.
+        saved: bytes in use between forward and backward, apart from the model.
         gradients: bytes of the gradients.
-        optimizer: bytes of the state of AdamW.
-        peak: bytes at the worst moment of any step but the first, the model included.
+        optimizer: bytes of AdamW's state.
+        peak: peak memory in bytes of any step but the first, including the model.
     """
 
     macs: int
@@ -193,7 +193,7 @@ def measure_training(model: nn.Module, inputs: Mapping[str, torch.Tensor], devic
     """Make one step on the meta device, training every parameter with `requires_grad`.
 
     Args:
-        model: its training flag is changed to train.
+        model: set to train mode.
         inputs: keyword arguments; without labels, the sum of the first output is the loss.
         device: as in `measure_inference`.
     """
@@ -216,5 +216,5 @@ def measure_training(model: nn.Module, inputs: Mapping[str, torch.Tensor], devic
         optimizer.step()
         stepping = meter.peak
         state = meter.now - before - gradients
-        # The first step meets no state yet in its backward pass; all others do.
+        # In the first backward pass there is no optimizer state yet.
         return Training(macs, saved, gradients, state, max(peak + state, stepping))

@@ -1,1 +1,1 @@
-"""Exporting: a bundle becomes one file that runs without its model's code, checked before it gets its name."""
+"""Exporting: write a bundle as one file that runs without its model's code, verified before it gets its final name."""

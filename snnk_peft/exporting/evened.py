@@ -1,15 +1,15 @@
-"""Inputs of int8 Linears with evened channels: each divided by a scale that the weights are multiplied with.
+"""Inputs of int8 Linears with balanced channels: each is divided by a scale that the weights are multiplied by.
 
     x W = (x / s) (diag(s) W)
 
-ONNX Runtime rounds the input of a Linear to eight bits, with one step for all channels. Where one channel is much
-larger than the others, as LayerNorm's gains make it, the others keep two or three bits. The scale shares the burden
-between inputs and weights, s_j = max|x_j|^α / max|W_j|^β (SmoothQuant, Xiao et al. 2023, where α + β = 1); of several
-(α, β) each input takes that with the least error of rounding both, over real inputs:
+ONNX Runtime rounds the input of a Linear to eight bits, with one step size for all channels. If one channel is much
+larger than the others, as LayerNorm's gains make it, the others keep two or three bits. The scale balances the errors
+of inputs and weights, s_j = max|x_j|^α / max|W_j|^β (SmoothQuant, Xiao et al. 2023, where α + β = 1); for each input
+the (α, β) with the smallest error of rounding both, over real inputs, is chosen:
 
     Δ²/12 Σ_j s_j² |W_j|² + Σ_o Δ_o²/12 Σ_j E x_j² / s_j²,    Δ and Δ_o the steps of the input and of output o's weights
 
-x / s is an operation of its own, as small as a bias: the sum behind a LayerNorm reads x, too.
+x / s is a separate operation, as cheap as a bias: the sum behind a LayerNorm reads x, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Vector = npt.NDArray[np.float64]
 
 
 class Channels(NamedTuple):
-    """What is known of the channels of an input, (dim,) each: least and largest value, mean square."""
+    """Statistics of the channels of an input, (dim,) each: minimum, maximum, mean square."""
 
     least: Vector
     largest: Vector
@@ -38,13 +38,13 @@ class Channels(NamedTuple):
 
 
 def even(program: Any, linears: Iterable[str], batches: Sequence[Inputs], file: Path) -> None:
-    """Even the inputs of Linears, in place: the graph computes the same, but for rounding in its own precision.
+    """Balance the inputs of Linears, in place: the graph computes the same up to rounding in its own precision.
 
     Args:
-        program: a graph of onnx_ir.
-        linears: names of the products whose weights will be int8.
+        program: an onnx_ir graph.
+        linears: names of the matrix products whose weights will be int8.
         batches: real model inputs, on which channels are measured.
-        file: the graph as it was written; a temporary one is written beside it.
+        file: the written graph; a temporary one is written beside it.
     """
     wanted = set(linears)
     readers: dict[Any, list[Any]] = {}
@@ -62,7 +62,7 @@ def even(program: Any, linears: Iterable[str], batches: Sequence[Inputs], file: 
 
 
 def _measured(widths: dict[str, int], batches: Sequence[Inputs], file: Path) -> dict[str, Channels]:
-    """The channels of values of a graph, by name: reduced in the graph, so that no value is held as a whole."""
+    """Measure the channels of values of a graph, by name, reduced in the graph so that no value is held in full."""
     import onnx
     import onnxruntime
     from onnx.helper import make_empty_tensor_value_info, make_node
@@ -100,7 +100,7 @@ def _measured(widths: dict[str, int], batches: Sequence[Inputs], file: Path) -> 
 
 
 def _scale(channels: Channels, weight: Vector) -> Vector | None:
-    """The scale with the least error of rounding; None where that is none, 1 for all channels."""
+    """Return the scale with the smallest rounding error; None if that is 1 for all channels."""
     reach = np.maximum(np.abs(channels.least), np.abs(channels.largest))
     of_weight = np.abs(weight).max(1)
     if not (reach.max() > 0 and of_weight.max() > 0):
@@ -114,7 +114,7 @@ def _scale(channels: Channels, weight: Vector) -> Vector | None:
 
 
 def _rounding_error(channels: Channels, weight: Vector, scale: Vector) -> float:
-    """The mean square, times 12, that rounding adds to the sum of the outputs."""
+    """Return 12 times the mean square error that rounding adds to the sum of the outputs."""
     scaled = weight * scale[:, None]
     step = (max(0.0, (channels.largest / scale).max()) - min(0.0, (channels.least / scale).min())) / STEPS
     steps = np.abs(scaled).max(0) / STEPS_OF_WEIGHTS
@@ -122,7 +122,7 @@ def _rounding_error(channels: Channels, weight: Vector, scale: Vector) -> float:
 
 
 def _put(graph: Any, value: Any, nodes: list[Any], scale: Vector) -> None:
-    """Divide a value by the scale for these nodes, and multiply their weights with it."""
+    """Divide a value by the scale for these nodes, and multiply their weights by it."""
     import onnx_ir as ir
 
     def constant(name: str, content: Vector, like: Any) -> Any:

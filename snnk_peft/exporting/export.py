@@ -1,4 +1,4 @@
-"""export: write a bundle as one file for ONNX Runtime or plain torch, checked on new shapes before it gets its name."""
+"""export: write a bundle as one file for ONNX Runtime or plain torch, verified on new shapes before it is renamed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from snnk_peft.bundling.report import compare, probe_inputs
 from snnk_peft.calibrating.batches import read, refuse_no_batches
 from snnk_peft.calibrating.guards import refuse_not_finite
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.exporting import decoder
 from snnk_peft.exporting.formed_maps import formed_maps
 from snnk_peft.exporting.int8 import compared, milliseconds, quantized
 from snnk_peft.exporting.program import (
@@ -39,7 +40,7 @@ from snnk_peft.options import closest
 from snnk_peft.tuner.given_model import of_transformers, takes_model
 from snnk_peft.tuner.slot_layer import is_of_an_adapter
 
-# Relative to the largest output; other kernels add up in another order.
+# Relative to the largest output; other kernels sum in another order.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
@@ -52,33 +53,35 @@ def export(
     sample: Mapping[str, Any] | None = None,
     batches: Iterable[Mapping[str, Any]] | None = None,
     int8: bool = False,
+    cache: bool = False,
     opset: int | None = None,
     tolerance: float | None = None,
     overwrite: bool = False,
 ) -> ExportReport:
-    """Write a model as one program that runs without its code, by transformers' exporters.
+    """Write a model as one program that runs without its code, using transformers' exporters.
 
-    The program takes any number of examples and, of texts, any number of tokens. It is written under a temporary name,
-    read back, and compared with the model on shapes that it was not made from: one example, one token, lengths around
-    and beyond the sample's, the batches. Only then does it get its name. Causal models are exported as one pass over a
-    whole text, without a cache.
+    The program takes any number of examples and, for texts, any number of tokens. It is written under a temporary name,
+    read back, and compared with the model on shapes that it was not traced with: one example, one token, lengths around
+    and beyond the sample's, the batches. Only then does it get its final name. Causal models are exported as one pass
+    over a whole text, without a cache.
 
     Args:
         model: a bundle, or a patched model, which is bundled first (adapters are folded into it). A transformers model
             without anything of this package is exported as it is. It is not changed.
         format: "onnx": a graph for ONNX Runtime (`pip install snnk-peft[onnx]`). Its inputs and outputs have the
-            names they have in the model; inputs that it does not read are left out. "torch": an exported program,
-            `torch.export.load(path).module()(**inputs)["logits"]`, for the kind of device that the model is on.
+            model's names; unused inputs are left out. "torch": an exported program,
+            `torch.export.load(path).module()(**inputs)["logits"]`, for the type of device that the model is on.
         path: the file, `model.onnx` or `model.pt2`. Weights are inside; an ONNX graph of more than 1.5 GiB keeps them
             beside it, in `model.onnx.data`.
         sample: model inputs (tensors by name) whose names the program will have; labels are left out. None: the first
             batch, else random token ids with padding, or random images.
         batches: real inputs, labels optional; the program must agree on each of them, too.
-        int8: only for "onnx": weights of all Linears in eight bits, one scale per output, inputs rounded as they come
+        int8: only for "onnx": weights of all Linears in eight bits, one scale per output, inputs rounded at run time
             (ONNX Runtime's dynamic quantisation). `batches` of real inputs show which channels need a scale of their
             own, without which rounding loses several times as much. Parity is then checked before rounding; the report
-            has what rounding changes on `batches` (without them on random inputs, which says little), and times.
-        opset: version of the ONNX operators; None takes the newest that the exporter knows.
+            has the effect of rounding on `batches` (without them on random inputs, which is less meaningful), and
+            times.
+        opset: version of the ONNX operators; None for the newest that the exporter supports.
         tolerance: largest difference of an output relative to its largest value; None: 1e-4 in fp32, 2e-2 in fp16,
             1e-1 in bf16, 1e-6 in fp64.
         overwrite: replace a file of that name.
@@ -89,8 +92,8 @@ def export(
     Raises:
         ConfigError: lists every wrong argument; an existing file without `overwrite`.
         ImportError: "onnx" without its packages.
-        UnsupportedError: a model that cannot be bundled, or that the exporter or ONNX Runtime cannot take, or only in
-            some shapes; says why.
+        UnsupportedError: a model that cannot be bundled, or that the exporter or ONNX Runtime does not support, or only
+            for some shapes; says why.
         ValueError: the program differs from the model by more than `tolerance`; nothing is written.
 
     Example:
@@ -107,7 +110,7 @@ def export(
         torch.Size([7, 2])
     """
     started = time.perf_counter()
-    target = _check(format, path, int8, opset, tolerance, overwrite)
+    target = _check(format, path, int8, cache, opset, tolerance, overwrite)
     form = FORMATS[format]
     if missing := missing_packages(form):
         raise ImportError(
@@ -144,26 +147,37 @@ def export(
         ) from refused
     try:
         with torch.no_grad(), as_it_was(plain):
-            axes = Axes(first)
-            traced = axes.traced(first)
+            steps = decoder.Step(plain) if cache else None
+            small, axes = None, Axes(first)
+            traced = axes.traced(first) if steps is None else steps.first()
+            texts = [*axes.others(first, plain), *given] if steps is None else decoder.texts(plain, steps)
             with formed_maps(plain, traced):
-                program, metadata = _traced(form, plain, traced, axes, opset)
+                if steps is None:
+                    program, metadata = _traced(partial(form.trace, plain, traced, axes, opset), plain, traced)
+                    opened = partial(_opened, form, metadata=metadata)
+                else:
+                    program = _traced(partial(steps.traced, opset), plain, traced)
+                    opened = partial(decoder.Session, steps=steps)
             files = form.write(program, folder / target.name)
-            run = _opened(form, files[0], metadata)
-            parity = _parity(plain, run, [*axes.others(first, plain), *given], limit)
-            small = None
+            run = opened(files[0])
+            parity = _parity(plain, run, texts, limit)
             if int8:
                 (folder / "int8").mkdir()
-                rounded, linears = quantized(program, first, given, files[0])
+                if steps is None:
+                    rounded, linears = quantized(program, traced, given, files[0])
+                else:
+                    rounded, linears = quantized(program, traced, (), files[0], steps.maps())
                 before = sum(file.stat().st_size for file in files)
                 files = form.write(rounded, folder / "int8" / target.name)
-                other = _opened(form, files[0], metadata)
-                examples, figures, error = compared(plain, run, other, given or axes.others(first, plain))
-                times = milliseconds({"torch": plain, "onnx": run, "int8": other}, first)
-                small = Int8Report(linears, examples, figures, error, before, times)
+                other = opened(files[0])
+                examples, figures, error = compared(plain, run, other, given or texts)
+                runs = {"torch": plain, "onnx": run, "int8": other}
+                if steps is not None:
+                    runs = {"torch": steps.again, "onnx": run.again, "int8": other.again}
+                small = Int8Report(linears, examples, figures, error, before, milliseconds(runs, traced))
         written = _moved(files, target)
     except (OSError, RuntimeError) as error:
-        # torch's writer tells of a full disk in a RuntimeError, and neither says which file.
+        # torch's writer reports a full disk as a RuntimeError, and neither names the file.
         if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
             raise
         raise OSError(
@@ -177,7 +191,7 @@ def export(
         files=written,
         model_class=type(plain).__name__,
         dtype=str(plain.dtype).removeprefix("torch."),
-        inputs={name: sorted(axes.free[name]) for name in first},
+        inputs={name: sorted(axes.free[name]) for name in first} if steps is None else steps.free(),
         opset=form.opset(program),
         parity=parity,
         tolerance=limit,
@@ -186,7 +200,9 @@ def export(
     )
 
 
-def _check(format: object, path: object, int8: bool, opset: int | None, tolerance: object, overwrite: bool) -> Path:
+def _check(
+    format: object, path: object, int8: bool, cache: bool, opset: int | None, tolerance: object, overwrite: bool
+) -> Path:
     target = path_of("path", path)
     faults = []
     if not isinstance(format, str) or format not in FORMATS:
@@ -205,6 +221,8 @@ def _check(format: object, path: object, int8: bool, opset: int | None, toleranc
         faults.append(f"{there[0]} exists; choose another path, or replace it with overwrite=True")
     if format == "torch" and int8:
         faults.append('int8 is True and format "torch"; int8 Linears are written for ONNX Runtime: format="onnx"')
+    if format == "torch" and cache:
+        faults.append('cache is True and format "torch"; a decoder with its state is written for ONNX Runtime: "onnx"')
     if format == "torch" and opset is not None:
         faults.append(f'opset is {opset} and format "torch", which has none; leave it out')
     if format == "onnx" and opset is not None and not missing_packages(FORMATS["onnx"]):
@@ -233,16 +251,16 @@ def _plain_model(model: nn.Module, sample: Inputs | None) -> PreTrainedModel:
 
 
 def _placed(batch: Inputs, model: Any) -> Inputs:
-    """A batch where the model is, and as precise."""
+    """Move a batch to the model's device and dtype."""
     return {
         name: value.to(model.device, model.dtype if value.is_floating_point() else None)
         for name, value in batch.items()
     }
 
 
-def _traced(form: TorchFormat, model: PreTrainedModel, sample: Inputs, axes: Axes, opset: int | None) -> Any:
+def _traced(trace: Callable[[], Any], model: PreTrainedModel, sample: Inputs) -> Any:
     try:
-        return form.trace(model, sample, axes, opset)
+        return trace()
     except ImportError:
         raise
     except Exception as error:  # of torch, onnxscript or the model's code: whatever stands in the way of a graph
@@ -253,7 +271,7 @@ def _traced(form: TorchFormat, model: PreTrainedModel, sample: Inputs, axes: Axe
 
 
 def _opened(form: TorchFormat, file: Path, metadata: Any) -> Any:
-    """Load the program of a file, or raise: a program that does not load is useless."""
+    """Load the program of a file, or raise an error if it does not load."""
     try:
         return form.run(file, metadata)
     except Exception as error:
@@ -263,10 +281,10 @@ def _opened(form: TorchFormat, file: Path, metadata: Any) -> Any:
 
 
 def _parity(model: PreTrainedModel, run: Any, batches: Iterable[Inputs], limit: float) -> list[ShapeParity]:
-    """The largest error for every shape.
+    """Return the largest error for every shape.
 
     Raises:
-        ValueError: beyond the limit.
+        ValueError: an error exceeds the limit.
         UnsupportedError: the program does not take a shape.
     """
     worst: dict[str, ShapeParity] = {}
@@ -300,7 +318,7 @@ def _shapes(batch: Inputs) -> dict[str, list[int]]:
 
 
 def _moved(files: list[Path], target: Path) -> dict[str, int]:
-    """Give the files their names, that of the program last."""
+    """Rename the files to their final names, the program last."""
     written = {}
     for file, name in reversed(list(zip(files, (target, _beside(target)), strict=False))):
         written[str(name)] = file.stat().st_size

@@ -1,7 +1,7 @@
-"""The logarithms of attention's feature maps as tensors of the model, for as long as it is traced.
+"""The logarithms of attention's feature maps as tensors of the model while it is traced.
 
-They depend on weights alone. A graph that forms them, head by head, has hundreds of nodes per layer, which tracing, the
-decomposition and ONNX's optimizer go through one by one, before the last folds them to the same constants.
+They depend on weights alone. A graph that computes them, head by head, has hundreds of nodes per layer, which tracing,
+decomposition and ONNX's optimizer process one by one, before the optimizer folds them to the same constants.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from snnk_peft.layers.attention_term import AttentionTerm
 
 @contextlib.contextmanager
 def formed_maps(model: nn.Module, sample: Inputs) -> Iterator[None]:
-    """Inside, attention terms whose feature maps do not adapt to the tokens have formed them, as buffers."""
+    """Precompute, in a context, the feature maps of attention terms that do not adapt to the tokens, as buffers."""
     # By name: a bundle's own code file has a class of that name.
     terms = [module for module in model.modules() if type(module).__name__ == AttentionTerm.__name__]
     found: dict[nn.Module, list[Any]] = {term: [] for term in terms}
@@ -49,7 +49,7 @@ def _recorded(into: list[Any], prepared: Any, statistics: Any, root: float, like
 
 
 class _Formed:
-    """Stands in for `AttentionTerm.prepared` of one term."""
+    """Replacement for `AttentionTerm.prepared` of one term."""
 
     def __init__(self, term: nn.Module, pair: Any):
         self.term, self.pair = term, pair

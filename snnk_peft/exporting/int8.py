@@ -1,10 +1,10 @@
-"""Int8 Linears by ONNX Runtime's dynamic quantisation, with their effect on outputs and time."""
+"""Int8 Linears by ONNX Runtime's dynamic quantisation, and their effect on outputs and time."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,28 @@ Run = Callable[..., Mapping[str, torch.Tensor]]
 REPETITIONS = 9
 
 
-def quantized(program: Any, sample: Inputs, batches: Sequence[Inputs], file: Path) -> tuple[Any, int]:
-    """The graph with the weights of its Linears in int8, one scale per output; inputs are rounded as they come.
+def quantized(
+    program: Any, sample: Inputs, batches: Sequence[Inputs], file: Path, maps: Collection[tuple[int, ...]] = ()
+) -> tuple[Any, int]:
+    """Quantise the weights of a graph's Linears to int8, one scale per output; inputs are rounded at run time.
 
-    Matrices of features in place of an FFN or pooler count as Linears. All else stays in floating point: embeddings,
-    norms, products of two activations, and the maps of linear attention, after which exponentials stand. Weights take
-    seven of the eight bits: CPUs with only AVX2 add products of eight bits in sixteen, which may overflow, and nobody
-    knows where the file will run.
+    Feature matrices in place of an FFN or pooler count as Linears. Everything else stays in floating point: embeddings,
+    norms, products of two activations, and the maps of linear attention, which are followed by exponentials. Weights
+    use seven of the eight bits: CPUs with only AVX2 accumulate 8-bit products in 16 bits, which may overflow, and the
+    file may run on any CPU.
 
     Args:
-        program: in floating point; its Linears are evened in place.
+        program: in floating point; its Linears are balanced in place.
         sample: model inputs.
-        batches: real ones, by which channels are evened; none for no evening.
-        file: the program as it was written.
+        batches: real inputs by which channels are balanced; empty for no balancing.
+        file: the written program.
+        maps: shapes of the matrices of feature maps, where nodes do not say that they are part of linear attention.
 
     Returns:
-        The new graph and the number of its int8 products.
+        The new graph and the number of its int8 matrix products.
     """
     products = {node.name: node for node in program.graph if node.op_type in ("MatMul", "Gemm")}
-    linears = {name for name, node in products.items() if _is_linear(node)}
+    linears = {name for name, node in products.items() if _is_linear(node, maps)}
     if batches:
         even(program, linears, batches, file)
     settings = exporters.OnnxRuntimeDynamicConfig(
@@ -55,23 +58,23 @@ def quantized(program: Any, sample: Inputs, batches: Sequence[Inputs], file: Pat
         return quantizer.quantize(program, sample, exporters.ExportFormat("onnx")), len(linears)
 
 
-def _is_linear(node: Any) -> bool:
-    """Return True if a product is one with a weight matrix and not part of linear attention."""
+def _is_linear(node: Any, maps: Collection[tuple[int, ...]]) -> bool:
+    """Return whether a matrix product has a weight matrix and is not part of linear attention."""
     weight = None if node.inputs[1] is None else node.inputs[1].const_value
     inside = node.metadata_props.get("pkg.torch.onnx.class_hierarchy", "")
     if weight is None or len(weight.shape) != 2 or 0 in weight.shape:  # all units of an FFN may have been pruned
         return False
-    return KernelAttention.__name__ not in inside
+    return KernelAttention.__name__ not in inside and tuple(map(int, weight.shape)) not in maps
 
 
 def compared(model: Any, run: Run, other: Run, batches: Iterable[Inputs]) -> tuple[int, dict[str, float], float]:
     """Compare the outputs of two programs of one model.
 
     Returns:
-        Examples, what `Comparison.figures` says of the answers, and the relative error (rms) of the first output.
+        Number of examples, `Comparison.figures` of the answers, and the relative error (rms) of the first output.
 
     Raises:
-        NumericalError: the quantised one answers NaN or infinity.
+        NumericalError: an output of the quantised program is NaN or infinite.
     """
     comparison = Comparison(Answers(model))
     examples, difference, size = 0, 0.0, 0.0
@@ -95,7 +98,7 @@ def compared(model: Any, run: Run, other: Run, batches: Iterable[Inputs]) -> tup
 
 
 def milliseconds(runs: Mapping[str, Run], sample: Inputs) -> dict[str, float]:
-    """Median time of a call of each, in turn."""
+    """Measure the median time of a call of each program, taking turns."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for repetition in range(-1, REPETITIONS):
         for name, run in runs.items():

@@ -1,4 +1,4 @@
-"""The two formats: how a program is traced, written and run, by transformers; and the shapes that it is checked on."""
+"""The two formats: how a program is traced, written and run with transformers, and the shapes to verify it on."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Inputs = dict[str, torch.Tensor]
 
 LONG = 160  # tokens: more than one chunk of causal linear attention, which is 128
 PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "inputs_embeds")
-# Beyond this, ONNX keeps weights in a file of their own: protobuf ends at 2 GiB.
+# Beyond this, ONNX keeps weights in a separate file: protobuf is limited to 2 GiB.
 ONE_FILE = int(1.5 * 2**30)
 
 
 def only_tensors(model: nn.Module, batch: Any, what: str) -> Inputs:
-    """A batch without its labels.
+    """Return a batch without its labels.
 
     Raises:
-        ConfigError: no mapping, nothing in it, or something that is no tensor or has no axis for the examples.
+        ConfigError: not a mapping, an empty one, or a value that is not a tensor with an axis for the examples.
     """
     given = checked_one(model, batch, what)
     kept = {name: value for name, value in given.items() if name not in ("labels", "label", "label_ids")}
@@ -47,18 +47,18 @@ def only_tensors(model: nn.Module, batch: Any, what: str) -> Inputs:
 
 
 class Axes:
-    """Which axes of a model's inputs vary from call to call: the examples, and the tokens of texts.
+    """The axes of a model's inputs that vary between calls: the examples, and the tokens of texts.
 
     Attributes:
-        examples: in the sample.
-        tokens: in the sample; None where there are no texts.
+        examples: number of examples in the sample.
+        tokens: number of tokens in the sample; None if there are no texts.
         free: name -> its axes that vary.
     """
 
     def __init__(self, sample: Inputs):
         main = next((name for name in ("input_ids", "inputs_embeds") if name in sample), None)
         first = sample[main] if main else next(iter(sample.values()))
-        # Of a choice among several texts, (examples, choices, tokens), the number of choices stays.
+        # For multiple choice, (examples, choices, tokens), the number of choices is fixed.
         last = first.dim() - (2 if main == "inputs_embeds" else 1)
         self.examples = first.shape[0]
         self.tokens = first.shape[last] if main else None
@@ -76,9 +76,10 @@ class Axes:
         }
 
     def resized(self, sample: Inputs, examples: int, tokens: int | None) -> Inputs:
-        """The sample with another number of examples and tokens: some of its own, or the same several times.
+        """Return the sample with other numbers of examples and tokens, by selecting or repeating its own.
 
-        Tokens are spread evenly, so that padding stays on its side; a text of padding alone becomes one without.
+        Tokens are selected evenly, so that padding stays on its side; a text of padding only becomes one without
+        padding.
         """
         resized = {}
         for name, value in sample.items():
@@ -95,12 +96,12 @@ class Axes:
         return resized
 
     def traced(self, sample: Inputs) -> Inputs:
-        """The sample with two examples and two tokens at least: an axis of length one would be taken for fixed."""
+        """Return the sample with at least two examples and two tokens, since an axis of length one would be fixed."""
         tokens = None if self.tokens is None else max(2, self.tokens)
         return self.resized(sample, max(2, self.examples), tokens)
 
     def others(self, sample: Inputs, model: PreTrainedModel) -> Iterator[Inputs]:
-        """Inputs of other shapes, as far as the model takes them: single examples, a single token, many tokens."""
+        """Yield inputs of other shapes that the model supports: single examples, a single token, many tokens."""
         yield sample
         if self.tokens is None:
             for examples in (1, self.examples + 1):
@@ -120,17 +121,17 @@ class TorchFormat:
 
     @property
     def exporter(self) -> Any:
-        """The class in transformers that does the work."""
+        """The exporter class of transformers."""
         return exporters.DynamoExporter
 
     def settings(self, **common: Any) -> Any:
         return exporters.DynamoConfig(**{name: value for name, value in common.items() if name != "opset_version"})
 
     def trace(self, model: PreTrainedModel, sample: Inputs, axes: Axes, opset: int | None) -> tuple[Any, Any]:
-        """One program for all sizes of the free axes.
+        """Trace one program for all sizes of the free axes.
 
         Returns:
-            The program, and what transformers remembers about its inputs and outputs.
+            The program, and transformers' metadata about its inputs and outputs.
         """
         auto = torch.export.Dim.AUTO
         shapes = {name: dict.fromkeys(axes.free[name], auto) for name in sample}
@@ -140,7 +141,7 @@ class TorchFormat:
 
     @contextlib.contextmanager
     def returning(self, model: PreTrainedModel) -> Iterator[None]:
-        """Inside, the model returns dicts: a file with transformers' own classes could not be read without them."""
+        """Make the model return dicts in a context: a file with transformers' own classes would need transformers."""
         original = model.forward
         vars(model)["forward"] = lambda *args, **kwargs: _plain(original(*args, **kwargs))
         try:
@@ -149,18 +150,18 @@ class TorchFormat:
             vars(model)["forward"] = original
 
     def opset(self, program: Any) -> int | None:
-        """Version of the operators, where there is one."""
+        """Return the version of the operators, or None."""
         return None
 
     def write(self, program: Any, path: Path) -> list[Path]:
-        """Write a program; returns the files, that at `path` first."""
+        """Write a program; return the files, the one at `path` first."""
         content = io.BytesIO()  # torch's own writer ends the process on a full disk
         torch.export.save(program, content)
         path.write_bytes(content.getbuffer())
         return [path]
 
     def run(self, path: Path, metadata: Any) -> Any:
-        """Load a file as a function of model inputs that returns what the model would."""
+        """Load a file as a function from model inputs to the model's outputs."""
         with quiet():
             component = exporters.ExportedComponent(self.exporter.load_program(path), metadata)
             return exporters.ExportedModel({"model": component}, self.exporter.export_format).to(**self.runtime())
@@ -170,7 +171,7 @@ class TorchFormat:
 
 
 class OnnxFormat(TorchFormat):
-    """An ONNX graph, checked with ONNX Runtime on the CPU."""
+    """An ONNX graph, verified with ONNX Runtime on the CPU."""
 
     suffix = ".onnx"
     packages = ("onnx", "onnxscript", "onnxruntime")
@@ -183,9 +184,9 @@ class OnnxFormat(TorchFormat):
         return exporters.OnnxConfig(**common)
 
     def trace(self, model: PreTrainedModel, sample: Inputs, axes: Axes, opset: int | None) -> tuple[Any, Any]:
-        """One graph for all sizes of the free axes; a residual sum before a LayerNorm is a Sum of two, and no Add.
+        """Trace one graph for all sizes of the free axes, with Sum instead of Add for a residual before a LayerNorm.
 
-        ONNX Runtime fuses an Add and a LayerNormalization to one operation, which on a CPU takes four times as long as
+        ONNX Runtime fuses Add and LayerNormalization into one operation, which on a CPU takes four times as long as
         both (1.32; a third of a small model with int8 Linears).
         """
         program, metadata = super().trace(model, sample, axes, opset)
@@ -218,9 +219,9 @@ class OnnxFormat(TorchFormat):
 
 
 def onnx_options() -> Any:
-    """Options of an ONNX Runtime session: as many threads as torch takes, so that times can be compared.
+    """Return options of an ONNX Runtime session, with as many threads as torch uses, so that times are comparable.
 
-    The threads do not go on spinning when a run is done, which slows what runs next on the same cores.
+    The threads do not keep spinning after a run, which would slow down whatever runs next on the same cores.
     """
     import onnxruntime
 
@@ -238,12 +239,12 @@ FORMATS: dict[str, TorchFormat] = {"onnx": OnnxFormat(), "torch": TorchFormat()}
 
 
 def missing_packages(form: TorchFormat) -> list[str]:
-    """Packages of a format that are not installed."""
+    """List the packages of a format that are not installed."""
     return [name for name in form.packages if importlib.util.find_spec(name) is None]
 
 
 def opsets() -> tuple[int, int]:
-    """The oldest and the newest version of the ONNX operators that can be asked for."""
+    """Return the oldest and the newest supported version of the ONNX operators."""
     import onnx
     from torch.onnx._internal.exporter._constants import TORCHLIB_OPSET
 
@@ -252,7 +253,7 @@ def opsets() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def as_it_was(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model is in eval mode and returns no cache; afterwards it is as it was."""
+    """Set the model to eval mode without a cache in a context, and restore it afterwards."""
     config, attributes = model.config.get_text_config(), set(vars(model))
     cached = getattr(config, "use_cache", None)
     if cached is not None:
@@ -269,7 +270,7 @@ def as_it_was(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the exporters' progress and version warnings: their output is checked."""
+    """Silence the exporters' progress and version warnings, since their output is verified."""
     loggers = [logging.getLogger(name) for name in ("transformers", "torch.onnx", "onnxscript", "onnx_ir", "root")]
     levels = [logger.level for logger in loggers]
     try:

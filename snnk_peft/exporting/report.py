@@ -24,16 +24,17 @@ class ShapeParity:
 
 @dataclass(frozen=True)
 class Int8Report:
-    """The graph with int8 Linears beside the same in floating point.
+    """Comparison of the graph with int8 Linears and the one in floating point.
 
     Args:
         linears: products whose weights are int8.
-        examples: compared.
-        figures: the answers beside those in floating point. Of classes `agreement`, the share of equal labels, and
-            `divergence`, KL in nats; of embeddings `cosine`, and what else `snnk_peft.calibrating.answers` names.
+        examples: number of examples compared.
+        figures: comparison with the answers in floating point. For classes `agreement`, the share of equal labels, and
+            `divergence`, KL in nats; for embeddings `cosine`, and the others in `snnk_peft.calibrating.answers`.
         error: root mean square of the difference relative to that of the output.
-        bytes_before: of the file in floating point.
-        milliseconds: median of a call on the sample: "torch", "onnx", "int8", in turn and on as many threads.
+        bytes_before: size of the file in floating point.
+        milliseconds: median of a call on the sample: "torch", "onnx", "int8", taking turns and with equal numbers of
+            threads.
     """
 
     linears: int
@@ -50,15 +51,15 @@ class ExportReport:
 
     Args:
         format: "onnx" or "torch".
-        files: what was written, in bytes by path; the program first.
+        files: sizes in bytes of the written files, by path; the program first.
         model_class: class of the exported model.
         dtype: its floating type.
-        inputs: names of the program's inputs, and which of their axes may have any size.
+        inputs: names of the program's inputs, each with its dynamic axes.
         opset: version of the ONNX operators; None for torch.
-        parity: one entry per shape that was checked.
-        tolerance: what would have been accepted.
+        parity: one entry per verified shape.
+        tolerance: largest error that is accepted.
         seconds: wall time in total.
-        int8: of a graph with int8 Linears; `parity` is then that of the graph in floating point that it was made from.
+        int8: report of a graph with int8 Linears; `parity` is then that of the graph before quantisation.
     """
 
     format: str
@@ -105,7 +106,7 @@ class ExportReport:
 
 
 def _answers(figures: Mapping[str, float]) -> str:
-    """ "the same label for 98.9 %, KL 0.0007; "."""
+    """Summarise the answers: "the same label for 98.9 %, KL 0.0007; "."""
     told = {
         "agreement": lambda x: f"the same label for {100 * x:.1f} %",
         "divergence": lambda x: f"KL {x:.1e}",
@@ -119,7 +120,7 @@ def _answers(figures: Mapping[str, float]) -> str:
 
 
 def _shapes(shapes: Mapping[str, list[int]]) -> str:
-    """Inputs of one shape together: "input_ids, attention_mask 2 × 7"."""
+    """Describe shapes, grouping inputs of equal shape: "input_ids, attention_mask 2 × 7"."""
     alike: dict[str, list[str]] = {}
     for name, shape in shapes.items():
         alike.setdefault(" × ".join(map(str, shape)), []).append(name)

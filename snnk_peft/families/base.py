@@ -29,49 +29,51 @@ class ModelFamily(NamedOptions):
     Args:
         name: the `model_type` of the transformers config.
         layers: path of the list of Transformer layers; "*" in it stands for every index of a list of lists. A layer
-            that the model runs several times (ALBERT) is one entry here: what is put into it acts in every run.
+            that the model runs several times (ALBERT) is one entry: a slot in it acts in every run.
         attention: in a layer, the module that holds query, key and value projections.
-        query: in a layer, the projection that makes the queries, an nn.Linear of its own, or None.
+        query: in a layer, the query projection, a separate nn.Linear, or None.
         value: likewise for the values.
-        key: likewise for the keys, where attention multiplies what query and key make as it is; None where something
-            stands between (rotary positions, a norm), or the scale is computed from the size of a head at every call.
-        attention_out: in a layer, the Linear that reads the outputs of the heads, side by side.
-        attention_adapter: in a layer, the module after which a sequential adapter of the attention block goes: the
+        key: likewise for the keys, if attention multiplies the outputs of query and key directly; None if something is
+            in between (rotary positions, a norm), or the scale is computed from the head size at every call.
+        attention_out: in a layer, the Linear that reads the concatenated outputs of the heads.
+        attention_adapter: in a layer, the module after which a sequential adapter of the attention block is placed: the
             last one before the residual sum.
         ffn_in: in a layer, the expansion, an nn.Linear or transformers' Conv1D.
         activation: in a layer, the activation module after it, or None if the model calls a function there: then the
-            expansion can neither be replaced nor get a neighbour.
+            expansion can neither be replaced nor get a parallel branch.
         ffn_out: in a layer, the contraction, an nn.Linear or Conv1D.
-        ffn_adapter: in a layer, the module after which a sequential adapter of the FFN goes.
+        ffn_adapter: in a layer, the module after which a sequential adapter of the FFN is placed.
         ffn_norm: in a layer, the LayerNorm whose output the expansion reads; its bias and weight are the mean and
-            standard deviation of the FFN's inputs. None where nothing reads it: the FFN is gated, or `activation` None.
-        last_norm: in the last layer, the LayerNorm whose output the pooler reads, or None if unknown. One that starts
-            with "{base}." is the encoder's own; where it is exchanged or absent, inputs count as standard normal.
+            standard deviation of the FFN's inputs. None if it is not used: the FFN is gated, or `activation` is None.
+        last_norm: in the last layer, the LayerNorm whose output the pooler reads, or None if unknown. A path that
+            starts with "{base}." is the encoder's own; if it is replaced or absent, inputs are taken to be standard
+            normal.
         pooler: path of the pooler's dense layer, or None if the architecture has none.
         pooler_activation: path of the activation module after it, or None if the model calls a function there: then
             the function stays, and only the dense layer is replaced.
-        pooled_heads: paths of the Linears that read one vector of an image with no pooler between; a model without a
-            pooler gets a new one in front of each of them that it has.
+        pooled_heads: paths of the Linears that read one vector of an image without a pooler in between; a model without
+            a pooler gets a new one in front of each of those that it has.
         classifier: path of the task head that is trained along with adapters.
         classifier_of_pooler: path of the Linear that reads the pooler's output, for bundling, or None.
-        head_output: path of the task head's last Linear where the pooler's dense layer is inside `classifier`; with a
-            pooler part this is what is trained in full.
+        head_output: path of the task head's last Linear if the pooler's dense layer is inside `classifier`; with a
+            pooler part, this Linear is trained in full.
         causal: whether attention is causal.
-        gated: whether the FFN is ffn_out(activation(a) * b) with two expansions a and b (GeGLU, SwiGLU); it is then no
-            expansion and activation that could be replaced or get a neighbour, and `ffn_in` names what makes a.
-        ffn_up: in a layer with a gated FFN, the Linear that makes b; None where `ffn_in` makes a and b, in this order.
-        encoder: attribute of the task models that holds the encoder, where it is not their `base_model_prefix`.
-        sizes: field of the config that holds the sizes of the layers, where it is not the config itself.
-        excludes: name of a module that is no part of what is described here (CLIP's text model beside the images, a
-            decoder after the encoder); a model that has one is refused.
-        expects: fields of the config and the values for which the description holds.
-        rotary: whether queries and keys are turned by rotary positions, the first half of a head's turned numbers with
-            the second, as in Llama.
-        attention_backend: True where attention is called through transformers' AttentionInterface although the model
-            class does not declare it.
+        gated: whether the FFN is ffn_out(activation(a) * b) with two expansions a and b (GeGLU, SwiGLU); there is then
+            no expansion and activation that could be replaced or get a parallel branch, and `ffn_in` computes a.
+        ffn_up: in a layer with a gated FFN, the Linear that computes b; None if `ffn_in` computes a and b, in this
+            order.
+        encoder: attribute of the task models that holds the encoder, if it is not their `base_model_prefix`.
+        sizes: field of the config that holds the sizes of the layers, if it is not the config itself.
+        excludes: name of a module outside this description (CLIP's text model beside the image encoder, a decoder after
+            the encoder); a model that has one is refused.
+        expects: fields of the config, with the values for which the description holds.
+        rotary: whether queries and keys have rotary positions, which pair the first half of a head's rotated dimensions
+            with the second, as in Llama.
+        attention_backend: True if attention is called through transformers' AttentionInterface although the model class
+            does not declare it.
 
     Raises:
-        ConfigError: a value of another type.
+        ConfigError: a value of the wrong type.
     """
 
     name: str
@@ -115,16 +117,16 @@ class ModelFamily(NamedOptions):
             raise ConfigError(f"ModelFamily: {fault}" for fault in faults)
 
     def path(self, model: nn.Module, template: str) -> str:
-        """`template` with "{base}." filled in for this model: the encoder's attribute name, or nothing."""
+        """Return `template` with "{base}." replaced by this model's encoder attribute, or by nothing."""
         prefix = str(self.encoder or getattr(model, "base_model_prefix", ""))
         inside = bool(prefix) and hasattr(model, prefix)
         return template.replace("{base}.", f"{prefix}." if inside else "")
 
     def layer_paths(self, model: nn.Module) -> list[str]:
-        """Paths of the Transformer layers.
+        """Return the paths of the Transformer layers.
 
         Raises:
-            UnsupportedError: no layers where they should be, or a model that this family does not describe.
+            UnsupportedError: no layers at the expected path, or a model that this family does not describe.
         """
         self._check(model)
         paths = [""]
@@ -138,7 +140,7 @@ class ModelFamily(NamedOptions):
         return paths
 
     def config_of(self, model: nn.Module) -> Any:
-        """The config, or the part of it, that holds the sizes of the layers."""
+        """Return the config, or the part of it, that holds the sizes of the layers."""
         return model.config if self.sizes is None else getattr(model.config, self.sizes)
 
     def _check(self, model: nn.Module) -> None:
@@ -167,7 +169,7 @@ class ModelFamily(NamedOptions):
 
 
 def head_sizes(config: Any) -> tuple[int, int, int]:
-    """Return the numbers of query heads and key heads, and the size of one, of the config of a model's layers."""
+    """Return the numbers of query heads and key heads, and the head size, from the config of a model's layers."""
     heads = config.num_attention_heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -185,10 +187,10 @@ def register_family(family: ModelFamily) -> ModelFamily:
     """Make an architecture known; its key is `family.name`, the `model_type` of its transformers config.
 
     Args:
-        family: where the parts of the architecture live. Registered again, it takes the place of your earlier one.
+        family: the module paths of the architecture. It replaces your own earlier family of the same name.
 
     Raises:
-        ConfigError: the package has another family of this name; no ModelFamily.
+        ConfigError: the package has another family of this name; not a ModelFamily.
 
     Example:
         >>> from snnk_peft import FAMILIES, ModelFamily, register_family
@@ -208,7 +210,7 @@ def register_family(family: ModelFamily) -> ModelFamily:
 
 
 def family_of(model: nn.Module) -> ModelFamily:
-    """The family of a transformers model, by its config's model_type.
+    """Return the family of a transformers model, by its config's model_type.
 
     Raises:
         UnsupportedError: not a transformers model, or an unknown architecture; says how to describe it.
@@ -222,7 +224,7 @@ def family_of(model: nn.Module) -> ModelFamily:
             f"{name} has no config.model_type; expected a transformers model of one of the families {known}"
             f"{held_model(model)}. {WITHOUT_FAMILY}"
         )
-    # A model_type is never a slip of the pen: no "did you mean".
+    # A model_type is never a typo: no "did you mean".
     if not getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(
             f"unknown model family {model_type!r}. Available: {known}. To add {name}, describe its module paths with "
@@ -246,26 +248,26 @@ def family_of(model: nn.Module) -> ModelFamily:
 
 
 def held_model(model: nn.Module) -> str:
-    """A sentence about the transformers model inside of another module, or nothing."""
+    """Return a sentence about the transformers model inside another module, or an empty string."""
     held = next(((path, each) for path, each in model.named_modules() if isinstance(each, PreTrainedModel)), None)
     return "" if held is None else f". It holds one, a {type(held[1]).__name__} at {held[0]!r}: give that"
 
 
 def known_family(model: nn.Module) -> ModelFamily | None:
-    """The family of a model, or None for an unknown architecture."""
+    """Return the family of a model, or None for an unknown architecture."""
     model_type = str(getattr(getattr(model, "config", None), "model_type", None)).removeprefix(BUNDLE_TYPE)
     return FAMILIES[model_type] if model_type in FAMILIES.names() else None
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The original module inside wrappers that keep it as `base_layer`."""
+    """Return the original module inside wrappers that hold it as `base_layer`."""
     while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
         module = inner
     return module
 
 
 def plain_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module of the unpatched model by its path, whatever is wrapped by now."""
+    """Yield every module of the unpatched model with its path, ignoring wrappers."""
     original = unwrap(model)
     if isinstance(kept := getattr(original, "original_module", None), nn.Module):  # PEFT's modules_to_save
         original = unwrap(kept)
@@ -275,7 +277,7 @@ def plain_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def as_linear(module: nn.Module) -> nn.Module:
-    """The module; for transformers' Conv1D, which keeps its weight transposed, an nn.Linear that shares its tensors."""
+    """Return the module; for transformers' Conv1D, with its transposed weight, an nn.Linear that shares its tensors."""
     if not isinstance(module, Conv1D):
         return module
     linear = nn.Linear(module.nx, module.nf, device="meta")
@@ -286,10 +288,10 @@ def as_linear(module: nn.Module) -> nn.Module:
 
 
 def module_at(model: nn.Module, path: str, what: str, expected: type[nn.Module] = nn.Module) -> nn.Module:
-    """The (unwrapped) module at a path.
+    """Return the (unwrapped) module at a path.
 
     Raises:
-        UnsupportedError: nothing there, or something of another class; names path, classes and version.
+        UnsupportedError: no module there, or one of another class; names path, classes and version.
     """
     try:
         module = unwrap(model.get_submodule(path))

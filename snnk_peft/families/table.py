@@ -1,13 +1,13 @@
-"""Every architecture of the package, one entry each; most differ in a few fields from one that stands before them.
+"""Every architecture of the package, one entry each; most differ in a few fields from an earlier one.
 
-BERT      post-norm encoder: query, key and value apart, an expansion and an activation, dropout before each sum
+BERT      post-norm encoder: separate query, key and value, an expansion and an activation, dropout before each sum
 ROBERTA   BERT layers; the head is dense + tanh (a function) + out_proj on the first token
-LLAMA     causal pre-norm decoder: query, key and value apart, an FFN that multiplies two expansions
-VIT       pre-norm encoder of images: the layers stand in the encoder itself
-DINO      pre-norm encoder of images with a learned scale before each sum; [CLS] and the mean of the patches are read
-CLIP      pre-norm encoder of one of two towers: the layers stand in `encoder`
+LLAMA     causal pre-norm decoder: separate query, key and value, an FFN that multiplies two expansions
+VIT       pre-norm image encoder: the layers are in the encoder itself
+DINO      pre-norm image encoder with a learned scale before each sum; [CLS] and the mean of the patches are read
+CLIP      pre-norm encoder of one of two towers: the layers are in `encoder`
 
-A user's own architecture needs no entry: `register_family` takes it from anywhere.
+A user's own architecture needs no entry here: `register_family` adds it from anywhere.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from snnk_peft.families.base import FAMILIES, ModelFamily
 
 
 def ours(family: ModelFamily) -> ModelFamily:
-    """Register a family that no user's takes the place of."""
+    """Register a family that users cannot replace."""
     FAMILIES.register(family.name, family)
     return family
 
 
 def add(name: str, like: ModelFamily, **differences: Any) -> ModelFamily:
-    """Register an architecture that differs from another in these fields."""
+    """Register an architecture that differs from another one in these fields."""
     return ours(dataclasses.replace(like, name=name, **differences))
 
 
@@ -106,8 +106,8 @@ add(
     classifier_of_pooler=None,
 )
 
-# One set of weights runs in all layers of a group. One entry of "layers" is one set: `layers="all"` is every group
-# (most checkpoints have one), and what is put into it acts in each of its runs. The FFN's dropout is never called.
+# All layers of a group share one set of weights. One entry of "layers" is one set: `layers="all"` is every group
+# (most checkpoints have one), and a slot in it acts in each of its runs. The FFN's dropout is never called.
 ours(
     ModelFamily(
         name="albert",
@@ -198,7 +198,7 @@ LLAMA = ours(
     )
 )
 
-# Checkpoints with a sliding window keep it where attention stays softmax.
+# Checkpoints with a sliding window keep it in layers whose attention stays softmax.
 add("mistral", LLAMA)
 
 # The FFN is gated by GELU, norms scale by one plus their weight.
@@ -208,7 +208,7 @@ add("gemma", LLAMA)
 add("qwen2", LLAMA)
 add("qwen3", LLAMA)
 
-# The norms stand after attention and FFN, and adapters after the norms.
+# The norms come after attention and FFN, and adapters after the norms.
 add(
     "olmo2",
     LLAMA,

@@ -1,4 +1,4 @@
-"""FeatureMap = component ∘ projection, and its description before it is built."""
+"""FeatureMap = component ∘ projection, and its specification."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build_feature_map(
         dim: length of the input vectors, >= 1.
         num_features: rows of W, >= 1; cost grows linearly, the standard error falls as 1/√num_features.
         seed: decides the draw of W together with `site`.
-        site: any text, a name for the place that the map serves.
+        site: any string, naming the place where the map is used.
         component_params: keyword arguments of the component, e.g. {"order": 2} for "arccos".
         projection_params: keyword arguments of the projection, e.g. {"norms": "sqrt_dim"} for "orf".
 

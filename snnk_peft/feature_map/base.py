@@ -1,5 +1,4 @@
-"""FeatureMap = component ∘ projection: Φ(x) = f(Wx), the Φ of "a layer is Φ(x)·A", and its description before it is
-built.
+"""FeatureMap = component ∘ projection: Φ(x) = f(Wx), the Φ in "a layer is Φ(x)·A", and its specification.
 
 Shapes: x (..., dim) -> Features of (..., feature_dim). Cost: that of the projection, num_features · dim when dense.
 """
@@ -28,10 +27,10 @@ class FeatureMap(nn.Module):
 
     Args:
         component: the function f.
-        projection: the matrix W. The component must fit it, see `Component.fits`.
+        projection: the matrix W. The component must be compatible with it, see `Component.fits`.
 
     Raises:
-        ConfigError: the pair does not fit; the message names the valid partners.
+        ConfigError: the pair is incompatible; the message names the valid partners.
     """
 
     def __init__(self, component: Component, projection: Projection):
@@ -55,26 +54,26 @@ class FeatureMap(nn.Module):
         return self.component.feature_dim(self.num_features, self.dim)
 
     def phi(self, x: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:
-        """Features of data, x (..., dim)."""
+        """Compute features of data, x (..., dim)."""
         check_finite("phi", x, self.projection)
         return self.component.phi(x, self.projection, statistics)
 
     def psi(self, y: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:
-        """Features of the other tower (keys, weights), y (..., dim)."""
+        """Compute features of the other tower (keys, weights), y (..., dim)."""
         check_finite("psi", y, self.projection)
         return self.component.psi(y, self.projection, statistics)
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The exact kernel E[phi(x)·psi(y)]; x and y broadcast, result (...)."""
+        """Compute the exact kernel E[phi(x)·psi(y)]; x and y broadcast, result (...)."""
         return self.component.kernel_over(x, y, self.projection)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """phi(x) as a plain tensor (..., feature_dim)."""
+        """Compute phi(x) as a plain tensor (..., feature_dim)."""
         return self.phi(x).dense()
 
 
 def distribution_fault(component: type[Component], projection: type[Projection]) -> str:
-    """The message for a pair whose distributions differ; it names the valid partners."""
+    """Return the message for a pair whose distributions differ; it names the valid partners."""
     partners = [name for name in PROJECTIONS if component.fits(PROJECTIONS[name])]
     drawn = "'s rows are no sample" if projection.distribution == "none" else f" draws {projection.distribution!r}"
     return (
@@ -84,25 +83,25 @@ def distribution_fault(component: type[Component], projection: type[Projection])
 
 
 def advance(model: nn.Module) -> None:
-    """Tell every matrix W in `model` that a training step has passed; call it once after each step of the optimizer.
+    """Notify every matrix W in `model` of a training step; call this once after each optimizer step.
 
-    Matrices made with `redraw_every` redraw when it is time; all others, and all in eval, stay as they are.
+    Matrices with `redraw_every` redraw when it is time; all others, and all in eval mode, stay as they are.
     """
     for module in model.modules():
         if isinstance(module, Projection):
             module.advance()
 
 
-# Fields whose name in files is another one, from the first version on.
+# Fields that have another name in files, since the first version.
 STORED_NAMES = {"site": "slot"}
-# What a projection is given beside its own parameters.
+# Arguments of a projection in addition to its own parameters.
 SHARED_ARGUMENTS = ("dim", "num_features", "seed", "site", "save")
 
 
 @documented
 @dataclass(frozen=True)
 class FeatureMapSpec:
-    """Everything that decides a feature map but the pretrained layer that it may take rows from.
+    """Full specification of a feature map, except for the pretrained layer that it may take rows from.
 
     Example:
         >>> spec = FeatureMapSpec("relu", "orf", 0, projection_params={"norm": "chi"})
@@ -123,7 +122,7 @@ class FeatureMapSpec:
     save: bool = option(True, "whether W is saved with a checkpoint; see `Drawn`.")
 
     def faults(self, where: str = "") -> list[str]:
-        """List everything that is wrong and can be known before the map is built; each message starts with `where`."""
+        """List all faults that can be found before the map is built; each message starts with `where`."""
         return self._member_faults(where) + self._value_faults(where)
 
     def _member_faults(self, where: str) -> list[str]:
@@ -144,7 +143,7 @@ class FeatureMapSpec:
         return found
 
     def _value_faults(self, where: str) -> list[str]:
-        """About everything else; where there is a path, it leads into a config or file."""
+        """List the faults of the values; a `where` that is not empty is a path in a config or file."""
         options, path = options_of(FeatureMapSpec), f"{where}." if where else ""
         named = {name: STORED_NAMES.get(name, name) if where else name for name in options}
         values = {called: getattr(self, name) for name, called in named.items()}
@@ -152,27 +151,27 @@ class FeatureMapSpec:
 
     @property
     def needs_layer(self) -> bool:
-        """True if the rows come from a pretrained layer; False for an unknown projection."""
+        """Whether the rows come from a pretrained layer; False for an unknown projection."""
         return self.projection in PROJECTIONS and PROJECTIONS[self.projection].needs_layer
 
     @property
     def redrawable(self) -> bool:
-        """True if W follows from the seed, so that `save=False` is possible; also for an unknown projection."""
+        """Whether W is determined by the seed, so that `save=False` is possible; True for an unknown projection."""
         return self.projection not in PROJECTIONS or PROJECTIONS[self.projection].redrawable
 
     def build(
         self, source: nn.Linear | None = None, *, importance: torch.Tensor | None = None, **tensors: Any
     ) -> FeatureMap:
-        """The feature map.
+        """Build the feature map.
 
         Args:
-            source: the pretrained layer that the features stand in for. None where there is none, and for a map whose
-                tensors come from a checkpoint.
-            importance: (rows of the layer,) how much each of them matters; None where nothing is known.
-            **tensors: in the place of `source`: the `layer_arguments` of the projection themselves.
+            source: the pretrained layer that the features replace. None if there is none, and for a map whose tensors
+                come from a checkpoint.
+            importance: weight of each row of the layer, (rows,); None if unknown.
+            **tensors: the `layer_arguments` of the projection, instead of `source`.
 
         Raises:
-            ConfigError: everything that is wrong, with the component and the projection as well.
+            ConfigError: all faults, including those of the component and the projection.
         """
         faults = self.faults()
         if source is None and self.dim is None:
@@ -193,7 +192,7 @@ class FeatureMapSpec:
         return FeatureMap(component, projection)
 
     def as_dict(self) -> dict[str, Any]:
-        """The spec as it is stored in files; `from_dict` reads it."""
+        """Return the spec as stored in files; `from_dict` reads it."""
         values = (getattr(self, known.name) for known in dataclasses.fields(self))
         plain = (dict(value) if isinstance(value, Mapping) else value for value in values)
         return dict(zip(self.stored_names(), plain, strict=True))
@@ -205,10 +204,10 @@ class FeatureMapSpec:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> FeatureMapSpec:
-        """A spec from what `as_dict` gave, in this version or any before; fields with a default may be left out.
+        """Build a spec from the data of `as_dict`, of this or any earlier version; fields with a default are optional.
 
         Raises:
-            ConfigError: fields that do not exist, or are missing. Values are checked by `faults`.
+            ConfigError: unknown or missing fields. Values are checked by `faults`.
         """
         known = dict(zip(cls.stored_names(), dataclasses.fields(cls), strict=True))
         needed = [name for name, f in known.items() if f.default is f.default_factory is dataclasses.MISSING]
@@ -220,10 +219,10 @@ class FeatureMapSpec:
 
     @classmethod
     def of(cls, feature_map: FeatureMap) -> FeatureMapSpec:
-        """The spec of an existing map, without what it has learned.
+        """Return the spec of an existing map, without its learned parameters.
 
         Raises:
-            ConfigError: the component has a function among its parameters, which is no plain data.
+            ConfigError: the component has a function among its arguments, which is not plain data.
         """
         component, projection = feature_map.component, feature_map.projection
         if functions := [name for name, value in component.params.items() if callable(value)]:
@@ -245,7 +244,7 @@ class FeatureMapSpec:
 
 
 def _made(faults: list[str], make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call `make`, and add what is wrong with its arguments to `faults`."""
+    """Call `make`, adding the faults of its arguments to `faults`."""
     try:
         return make(*args, **kwargs)
     except ConfigError as error:
@@ -254,11 +253,11 @@ def _made(faults: list[str], make: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def registered_name(registry: Registry[Any], member: nn.Module) -> str:
-    """The name under which the class of `member` is registered."""
+    """Return the name under which the class of `member` is registered."""
     return next(name for name in registry.names() if registry[name] is type(member))
 
 
 def pair_faults(component: str, projection: str) -> list[str]:
-    """Messages for two names whose distributions differ."""
+    """List the faults of two names whose distributions differ."""
     cls, matrix = COMPONENTS[component], PROJECTIONS[projection]
     return [] if cls.fits(matrix) else [distribution_fault(cls, matrix)]

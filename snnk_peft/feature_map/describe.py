@@ -28,7 +28,7 @@ def partners(component: str) -> list[str]:
 
 
 def estimates_a_kernel(component: Component | type[Component], projection: Projection | type[Projection]) -> bool:
-    """Return True if products of the features estimate a known kernel, or average over a distribution of rows."""
+    """Return whether products of the features estimate a known kernel, or average over a distribution of rows."""
     return component.has_kernel() and (component.exact or projection.distribution != "none")
 
 
@@ -44,12 +44,12 @@ def measured_error(
     component_params: dict[str, Any] | None = None,
     projection_params: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Bias and spread of the kernel estimate over seeds, on random pairs of vectors of a given Euclidean length.
+    """Measure bias and variance of the kernel estimate over seeds, on random pairs of vectors of a given norm.
 
     Further arguments as in `build_feature_map`.
 
     Raises:
-        ConfigError: a pair that estimates no kernel.
+        ConfigError: the pair estimates no kernel.
 
     Returns:
         "kernel": root mean square of the exact kernel; "variance": mean over pairs of the variance over seeds; "bias":
@@ -145,7 +145,7 @@ def _bias(component: Component, projection: Projection) -> str:
 
 
 def component_table() -> str:
-    """All components as a Markdown table."""
+    """Render all components as a Markdown table."""
     rows = [
         "| component | formula | kernel | source | positive | adapts | rows from |",
         "|---|---|---|---|---|---|---|",
@@ -161,7 +161,7 @@ def component_table() -> str:
 
 
 def projection_table() -> str:
-    """All projections as a Markdown table."""
+    """Render all projections as a Markdown table."""
     rows = [
         "| projection | rows | source | cost per vector | unbiased | trainable | distribution |",
         "|---|---|---|---|---|---|---|",
@@ -182,7 +182,7 @@ def _cell(text: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; 2 for arguments that make no feature map."""
+    """Run the command line; return 2 if the arguments define no valid feature map."""
     parser = argparse.ArgumentParser(prog="python -m snnk_peft.feature_map", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     page = commands.add_parser("describe", help="one pair in words and numbers")

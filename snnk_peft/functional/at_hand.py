@@ -47,7 +47,8 @@ def offloaded(module: nn.Module) -> list[nn.Module]:
 
 
 def place_of(module: nn.Module) -> torch.device | None:
-    """Where a module computes: where its first parameter is, or is brought to; None where that is not known (yet)."""
+    """Return the device on which a module computes: that of its first parameter, or the one it is brought to; None if
+    unknown."""
     place = next((parameter.device for parameter in module.parameters()), None)
     if place is None or place.type != "meta":
         return place

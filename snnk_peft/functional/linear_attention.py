@@ -83,7 +83,7 @@ def grouped(q: Tensor, groups: int) -> Tensor:
 
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Where no key counts, both are 0 and so is the result."""
+    """Divide; where no key counts, both are 0 and so is the result."""
     return numerator / torch.where(denominator == 0, 1.0, denominator)
 
 

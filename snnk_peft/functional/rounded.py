@@ -39,18 +39,20 @@ def rounded(x: Tensor, bits: int) -> Rounded:
     low = least.clamp(min=-LARGEST, max=LARGEST).half()
     step = ((greatest - low.float()) / (2**bits - 1)).clamp(min=0.0, max=LARGEST).half()
     codes = (groups - low.float().unsqueeze(-1)) / step.float().clamp_min(torch.finfo(torch.float16).tiny).unsqueeze(-1)
-    codes = codes.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(-2)[..., : x.shape[-1]]
+    codes = codes.round().clamp(0, 2**bits - 1).flatten(-2)[..., : x.shape[-1]]
     if bits == 4:
         first, second = codes.chunk(2, -1)
-        codes = first | (second << 4)
+        codes = first + 16 * second
+    codes = codes.to(torch.uint8)
     return Rounded(codes, low, step)
 
 
 def restored(given: Rounded, bits: int, dtype: torch.dtype) -> Tensor:
-    """What the bits stand for, (..., d)."""
+    """Return the values that the codes stand for, (..., d)."""
     codes = given.codes
     if bits == 4:
-        codes = torch.cat((codes & 15, codes >> 4), -1)
+        second = (codes.float() / 16).floor()  # ONNX Runtime knows bits of bytes for some operations alone
+        codes = torch.cat((codes.float() - 16 * second, second), -1)
     count = codes.shape[-1]
     groups = number_groups(codes, bits)
     found = torch.addcmul(given.low.float().unsqueeze(-1), groups, given.step.float().unsqueeze(-1))

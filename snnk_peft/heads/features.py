@@ -2,12 +2,12 @@
 
     φ = [pool₁(h_{l₁}), pool₂(h_{l₂}), ...]        and, through a feature map,  [Φ(φ), φ]
 
-Of pairs of texts also |a − b| ("apart") and a ⊙ b ("product") of the means a and b over either text's tokens: how two
-texts differ is not a linear function of the mean over both.
+For pairs of texts also |a − b| ("apart") and a ⊙ b ("product") of the means a and b over each text's tokens: the
+difference between two texts is not a linear function of the mean over both.
 
-h₀ are the embeddings and h_l what layer l gives, as transformers counts `hidden_states`; l < 0 counts from the last.
-One vector of a pretrained model rarely holds all that a task needs ([CLS] of a model that was trained on means is
-nearly constant); several layers, and means beside maxima, cost nothing in one forward pass.
+h₀ are the embeddings and h_l the output of layer l, as in transformers' `hidden_states`; l < 0 counts from the last.
+One vector of a pretrained model rarely holds everything that a task needs ([CLS] of a model trained on means is nearly
+constant); several layers, and maxima in addition to means, cost nothing extra in one forward pass.
 
 Shapes: hidden states (B, L, width), mask (B, L), φ (B, views · width).
 """
@@ -46,17 +46,17 @@ def _at(hidden: Tensor, position: Tensor) -> Tensor:
 
 
 def _first(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
-    """The first token, [CLS]; after the padding where that comes first."""
+    """Select the first token, [CLS], skipping left padding."""
     return _at(hidden, mask.int().argmax(1))
 
 
 def _last(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
-    """The last token, the only one that a causal model has let see all others."""
+    """Select the last token, the only one that attends to all others in a causal model."""
     return _at(hidden, mask.shape[1] - 1 - mask.flip(1).int().argmax(1))
 
 
 def _of_either(hidden: Tensor, mask: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Means over the first and over the second text, 0 for a text without tokens."""
+    """Compute the means over the first and the second text, 0 for a text without tokens."""
     if second is None:
         raise ValueError("the head reads pairs of texts; expected a mask of the second text's tokens")
 
@@ -67,13 +67,13 @@ def _of_either(hidden: Tensor, mask: Tensor, second: Tensor | None) -> tuple[Ten
 
 
 def _apart(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
-    """|a − b| of the two texts' means."""
+    """Compute |a − b| of the two texts' means."""
     a, b = _of_either(hidden, mask, second)
     return (a - b).abs()
 
 
 def _product(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
-    """a ⊙ b of the two texts' means."""
+    """Compute a ⊙ b of the two texts' means."""
     a, b = _of_either(hidden, mask, second)
     return a * b
 
@@ -83,10 +83,10 @@ POOLS: dict[str, Pool] = {"mean": _mean, "max": _maximum, "first": _first, "last
 
 
 def pooled(hidden: Tensor, mask: Tensor | None, pool: str, second: Tensor | None = None) -> Tensor:
-    """One vector per example, (B, width) in at least fp32, from hidden (B, L, width) and mask (B, L), zero at padding.
+    """Pool hidden (B, L, width) with mask (B, L), zero at padding, to (B, width) in at least fp32.
 
-    `second` (B, L), nonzero at tokens of the second text, is for the pools "apart" and "product": ValueError without
-    it.
+    `second` (B, L), nonzero at tokens of the second text, is required for the pools "apart" and "product" (ValueError
+    without it).
     """
     hidden = wide(hidden)
     counted = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device) if mask is None else mask.bool()
@@ -98,10 +98,10 @@ class HeadFeatures:
     """Choice of the features that a task head reads.
 
     Args:
-        views: pairs (layer, pool): which hidden state, and how its tokens become one vector ("mean", "max", "first",
-            "last"; of pairs of texts also "apart" and "product").
-        feature_map: component, projection, num_features and what else a FeatureMapSpec has, without `dim`: the vectors
-            are then also given through this map. None for the vectors alone.
+        views: pairs (layer, pool): the hidden state, and how its tokens become one vector ("mean", "max", "first",
+            "last"; for pairs of texts also "apart" and "product").
+        feature_map: component, projection, num_features and other fields of a FeatureMapSpec, without `dim`: the
+            features of the vectors under this map are then added. None for the vectors alone.
 
     Example:
         >>> HeadFeatures([(2, "mean"), (-1, "mean"), (-1, "max")]).width(384)
@@ -129,9 +129,9 @@ class HeadFeatures:
 
     @classmethod
     def across(cls, layers: int, feature_map: Mapping[str, Any] | None = None, *, pairs: bool = False) -> HeadFeatures:
-        """Choose the means after a third, two thirds and all of the layers, and the maximum after all.
+        """Choose the means after a third, two thirds and all of the layers, and the maximum after the last.
 
-        `pairs` of texts: then also how the two differ after two thirds and all of the layers.
+        With `pairs` of texts, also the difference between the two after two thirds and all of the layers.
 
         Raises:
             ConfigError: `layers` is no integer >= 1.
@@ -147,7 +147,7 @@ class HeadFeatures:
 
     @classmethod
     def means(cls, layers: int, *, pairs: bool = False) -> HeadFeatures:
-        """Choose the means after each of the layers; of `pairs` of texts also how these of the two differ.
+        """Choose the means after each layer; for `pairs` of texts also the difference between the two texts' means.
 
         Raises:
             ConfigError: `layers` is no integer >= 1.
@@ -161,11 +161,11 @@ class HeadFeatures:
 
     @property
     def of_pairs(self) -> bool:
-        """True if a view needs to know which of two texts a token belongs to."""
+        """Whether a view needs to know which of two texts a token belongs to."""
         return any(pool in PAIR_POOLS for _, pool in self.views)
 
     def width(self, hidden: int) -> int:
-        """Length of φ for hidden states of this width, without the feature map."""
+        """Return the length of φ for hidden states of this width, without the feature map."""
         return len(self.views) * hidden
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _map_faults(given: object) -> list[str]:
 
 
 class HeadReader(nn.Module):
-    """Makes φ of a model's hidden states, of which there are `layers`, embeddings included, of width `hidden`.
+    """Module that computes φ from `layers` hidden states of a model, embeddings included, of width `hidden`.
 
     Raises:
         ConfigError: a layer that the model does not have.
@@ -217,7 +217,8 @@ class HeadReader(nn.Module):
     def forward(
         self, hidden_states: Sequence[Tensor], mask: Tensor | None = None, second: Tensor | None = None
     ) -> Tensor:
-        """(B, out_dim) of hidden states (B, L, width) each, a mask and places of the second text, (B, L) both."""
+        """Compute (B, out_dim) from hidden states (B, L, width), with masks (B, L) of all tokens and of the second
+        text."""
         views = self.features.views
         found = torch.cat([pooled(hidden_states[layer], mask, pool, second) for layer, pool in views], -1)
         return found if self.stage is None else self.stage(found)

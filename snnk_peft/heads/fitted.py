@@ -1,13 +1,13 @@
 """A task head in closed form, with estimates of its own errors.
 
     scores      s(φ) = A φ + a,   ridge regression (solvers/ridge.py); columns of φ are divided by their standard
-                deviations first, so that the penalty means the same for all of them
+                deviations first, so that the penalty is the same for all of them
     variance    of a new target, σ² (1 + h(φ))   (solvers/ridge_posterior.py)
     probability softmax(t s) of classes, sigmoid(t (s − ½)) of labels. Least squares fits scores, not log-probabilities;
-                t > 0 is the one number that is missing. It minimises the negative log-likelihood of *leave-one-out*
-                scores, which cost no fit: y − (y − Hy)/(1 − h).
+                t > 0 is the one missing parameter. It minimises the negative log-likelihood of *leave-one-out* scores,
+                which need no further fit: y − (y − Hy)/(1 − h).
 
-Everything follows from moments but t, which takes the vectors of some examples that were fitted.
+Everything follows from moments, except t, which needs the vectors of some fitted examples.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from snnk_peft.heads.targets import as_tensor, as_vectors, class_indices, fit_no
 from snnk_peft.solvers.ridge_posterior import RidgePosterior, cross_validated
 
 # From shrinking all columns to interpolating: hidden states have a few directions that hold nearly all of the variance,
-# so with as many examples as columns the best ridge is far above their mean, which is what a ridge is measured in.
+# so with as many examples as columns the best ridge is far above their mean, the unit of a ridge.
 HEAD_RIDGES = tuple(10 ** (exponent / 2) for exponent in range(6, -17, -1))
 LEAST = 2  # examples
 SHARPEST = 7.0  # log t at most; scores that separate all examples would ask for infinity
@@ -40,11 +40,11 @@ class HeadFitReport:
     """Result of a fit.
 
     Args:
-        examples: that were fitted.
+        examples: number of fitted examples.
         ridge: λ as a fraction of the mean variance sum of the (standardised) columns.
         cross_validated: generalised cross-validation error, relative to the variance of the targets.
         degrees: effective number of parameters of each output.
-        temperature: t, or None as long as it is not known.
+        temperature: t, or None while it is unknown.
     """
 
     examples: int
@@ -64,12 +64,12 @@ class HeadFitReport:
 
 
 class FittedHead:
-    """The best head for statistics.
+    """The optimal head for given statistics.
 
     Args:
-        statistics: of the examples; later changes to them do not count.
+        statistics: statistics of the examples; later changes to them have no effect.
         ridges: candidates above 0, as fractions of the mean diagonal of the standardised Gram matrix; the one with the
-            least generalised cross-validation error is taken.
+            smallest generalised cross-validation error is chosen.
 
     Attributes:
         weight: A (outputs, width), for vectors as they are; fp64.
@@ -77,7 +77,7 @@ class FittedHead:
         temperature: t, or None before `temper`.
 
     Raises:
-        ConfigError: no candidates, or some not above 0; no examples, or a single one.
+        ConfigError: no candidates, or non-positive ones; fewer than two examples.
 
     Warns:
         NumericalWarning: vectors that are all the same, or classes without examples.
@@ -128,7 +128,7 @@ class FittedHead:
         return as_vectors(vectors, self.weight.shape[1]).to(self.weight)
 
     def scores(self, vectors: Any) -> Tensor:
-        """(n, width) -> (n, outputs) in fp64; regression targets as they are, classes by the largest score.
+        """Compute scores, (n, width) -> (n, outputs) in fp64: regression targets, or classes by the largest score.
 
         Raises:
             ConfigError: vectors of another width, or with NaN or infinity; so do the other methods.
@@ -140,7 +140,7 @@ class FittedHead:
         return self.posterior.variance(self._read(vectors) * self._scale)
 
     def leave_one_out(self, vectors: Any, targets: Any) -> Tensor:
-        """Scores (n, outputs) of fitted examples (as in `HeadStatistics.add`), each from the head that has not seen
+        """Return scores (n, outputs) of fitted examples (as in `HeadStatistics.add`), each from a head fitted without
         it."""
         vectors, wanted = self._read(vectors), self._targets(targets).to(self._scale.device)
         if len(vectors) != len(wanted):
@@ -148,7 +148,7 @@ class FittedHead:
         return wanted - self.posterior.leave_one_out(vectors * self._scale, wanted)
 
     def temper(self, examples: Iterable[tuple[Any, Any]]) -> None:
-        """Find t from pairs (vectors, targets) that were fitted, all or some hundred of them.
+        """Find t from pairs (vectors, targets) that were fitted: all, or a few hundred of them.
 
         Raises:
             ConfigError: a regression head, or there are no examples.
@@ -181,7 +181,7 @@ class FittedHead:
         """Return the probabilities of classes, which sum to one, or of labels: (n, width) -> (n, outputs).
 
         Raises:
-            ConfigError: t is not known.
+            ConfigError: t is unknown.
         """
         if self.temperature is None:
             raise ConfigError("the temperature is not known; call temper(examples) first, on examples that were fitted")
@@ -190,13 +190,13 @@ class FittedHead:
 
 
 def expected_calibration_error(probabilities: Any, labels: Any, bins: int = 15) -> float:
-    """Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015), of probabilities (n, classes) and labels
-    (n,).
+    """Compute Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015) of probabilities (n, classes),
+    labels (n,).
 
-    Bins are of equal width in the confidence, that is the largest probability.
+    Bins have equal width in the confidence, the largest probability.
 
     Raises:
-        ConfigError: no examples, other shapes, NaN, or labels that are no classes.
+        ConfigError: no examples, wrong shapes, NaN, or labels that are not class indices.
     """
     probabilities = as_tensor("probabilities", probabilities)
     if probabilities.ndim != 2 or len(probabilities) == 0:

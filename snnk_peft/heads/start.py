@@ -1,15 +1,15 @@
-"""Where to start training a task head: ridge regression on some examples, taken only where it beats chance.
+"""Initial values of a task head: ridge regression on some examples, used only if it beats chance.
 
 With centred vectors φ̃ = U √e Vᵀ, centred targets y, shares s = e / (e + λ) and z = Uᵀ y,
 
     ‖y − Hy‖² = ‖y‖² − Σ (2s − s²) z²,      tr H = 1 + Σ s,      R² = 1 − ‖y − Hy‖² / ‖y‖² / (1 − tr H / n)²
 
 so that one eigendecomposition of the smaller Gram matrix (examples or columns) serves all λ and all permutations of the
-targets. λ has the greatest R² among those with (1 − tr H / n)⁻² <= RATIO: adapters behind a head that memorised its
+targets. λ maximises R² among those with (1 − tr H / n)⁻² <= RATIO: adapters trained with a head that memorised its
 examples would learn from residuals that new examples do not have.
 
-The head is taken if R² > 0 and R² is above that of each of 199 permutations of the targets. Where vectors say nothing
-about the targets, all orders are alike, and that happens in one of 200 cases at most.
+The head is used if R² > 0 and R² exceeds that of each of 199 permutations of the targets. If the vectors are
+independent of the targets, all orders are equally likely, and this happens in at most one of 200 cases.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class Start(NamedTuple):
     """A head y = A (φ − mean) · scale + b.
 
     Attributes:
-        weight: A (outputs, width); zero where the head was not taken.
+        weight: A (outputs, width); zero if the fitted head is not used.
         bias: b (outputs,), the mean target.
-        mean: of the vectors, (width,).
+        mean: mean of the vectors, (width,).
         scale: 1 / standard deviation of the vectors, (width,), bounded.
         ridge: λ as a fraction of the mean diagonal of the standardised Gram matrix.
-        relative_error: ‖y − Hy‖² / ‖y‖² on the examples; 1 where the head was not taken.
+        relative_error: ‖y − Hy‖² / ‖y‖² on the examples; 1 if the fitted head is not used.
         explained: R², cross-validated.
         by_chance: the greatest R² of permuted targets.
-        taken: whether the head was.
+        taken: whether the fitted head is used.
     """
 
     weight: Tensor
@@ -57,11 +57,11 @@ def starting_head(vectors: Tensor, targets: Tensor, *, ridges: Sequence[float] =
     """Fit the head in fp64.
 
     Args:
-        vectors: (n, width) of two examples at least; finite.
-        targets: (n, outputs); of classes, the one-hot targets.
-        ridges: candidates above 0, as fractions of the mean diagonal of the standardised Gram matrix; the largest
-            always counts.
-        seed: of the permutations.
+        vectors: (n, width), at least two examples; finite.
+        targets: (n, outputs); one-hot for classes.
+        ridges: candidates above 0, as fractions of the mean diagonal of the standardised Gram matrix; the largest is
+            always considered.
+        seed: seed of the permutations.
     """
     vectors, targets = vectors.double(), targets.double()
     mean, bias, count = vectors.mean(0), targets.mean(0), len(vectors)
@@ -96,7 +96,7 @@ def starting_head(vectors: Tensor, targets: Tensor, *, ridges: Sequence[float] =
 
 
 def _left_vectors(vectors: Tensor) -> tuple[Tensor, Tensor]:
-    """U (n, r) and e (r,) of the directions above rounding."""
+    """Return U (n, r) and e (r,) of the directions above rounding error."""
     by_rows = len(vectors) <= vectors.shape[1]
     values, found = torch.linalg.eigh(vectors @ vectors.T if by_rows else vectors.T @ vectors)
     kept = values > max(vectors.shape) * torch.finfo(values.dtype).eps * values[-1].clamp_min(1e-300)

@@ -1,15 +1,15 @@
-"""The statistics that determine a task head, and that add: shards merge, examples come later, examples are forgotten.
+"""Additive statistics that determine a task head: shards can be merged, examples added later or removed.
 
-Ridge regression of targets on what a head reads needs nothing but moments (solvers/ridge.py), and moments of two
-sets of examples are those of both. So parts that were counted on different machines make the same head as one pass over
-everything, up to the rounding of sums in fp64, and a head from which examples were taken away is the head that never
-saw them: a column in which the others do not differ is constant again, although subtraction leaves rounding there.
+Ridge regression of targets on the head's inputs only needs moments (solvers/ridge.py), and the moments of two sets of
+examples add up. So shards counted on different machines give the same head as one pass over everything, up to the
+rounding of sums in fp64, and a head from which examples were removed is the head that never saw them: a column that is
+constant over the others is constant again, although subtraction leaves rounding errors there.
 
-What was forgotten has to have been counted, with the same vectors to the last bit. Moments cannot tell in general; they
-do where a class would be left with less than no examples, or a column with a negative variance. Whoever needs certainty
-has a digest of every example kept (`remember`), which costs 16 bytes each.
+Removed examples must have been counted, with the same vectors to the last bit. In general, moments cannot verify this;
+they do if a class would be left with a negative count, or a column with a negative variance. For certainty, keep a
+digest of every example (`remember`), which costs 16 bytes each.
 
-Targets are one-hot vectors of classes, zeros and ones of labels of which several may hold, or numbers.
+Targets are one-hot vectors of classes, zeros and ones for labels of which several may hold, or regression targets.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ class HeadStatistics:
     """Moments of vectors and targets.
 
     Args:
-        width: of the vectors.
+        width: length of the vectors.
         outputs: number of classes, labels or regression targets.
         kind: "classes", "labels" (several may hold) or "numbers".
-        origin: plain data that says what made the vectors (model, features); only statistics of one origin are added.
+        origin: plain data that identifies how the vectors were computed (model, features); only statistics of equal
+            origin can be added.
         remember: keep a digest of every example, so that `remove` and `take_away` refuse one that was not counted.
 
     Attributes:
-        moments: of vectors and targets.
+        moments: moments of vectors and targets.
         digests: how often each example was counted, by its digest; None without `remember`.
 
     Example:
@@ -107,7 +108,7 @@ class HeadStatistics:
                 numbers (n,) or (n, outputs).
 
         Raises:
-            ConfigError: shapes or values that do not fit, NaN or infinity; nothing is counted then.
+            ConfigError: wrong shapes or values, NaN or infinity; nothing is counted then.
         """
         vectors, wanted = as_vectors(vectors, self.moments.feature_dim), self.targets(targets)
         if len(vectors) != len(wanted):
@@ -118,14 +119,13 @@ class HeadStatistics:
             self.digests.update(digest[:DIGEST] for digest in each)
 
     def remove(self, vectors: Any, targets: Any) -> None:
-        """Forget examples that were counted before, here or in what was merged; arguments as in `add`.
+        """Remove examples that were counted before, here or in merged statistics; arguments as in `add`.
 
         Only `remember` verifies that they were counted. Without it some foreign examples are detected (see
-        `take_away`); others leave statistics of no set of examples.
+        `take_away`); others leave statistics that belong to no set of examples.
 
         Raises:
-            ConfigError: shapes or values that do not fit, or examples that cannot have been counted; nothing is
-                forgotten then.
+            ConfigError: wrong shapes or values, or examples that cannot have been counted; nothing is removed then.
         """
         other = self.empty()
         other.add(vectors, targets)
@@ -137,7 +137,7 @@ class HeadStatistics:
         return HeadStatistics(self.moments.feature_dim, self.moments.out_dim, self.kind, self.origin, remember)
 
     def merge(self, other: HeadStatistics) -> None:
-        """Count all examples of the other.
+        """Add all examples of the other statistics.
 
         Raises:
             ConfigError: of another kind, origin or shape.
@@ -148,14 +148,14 @@ class HeadStatistics:
             self.digests += other.digests
 
     def take_away(self, other: HeadStatistics, noise: float = 0.0) -> None:
-        """Forget all examples of the other, which were counted before.
+        """Remove all examples of the other statistics, which were counted before.
 
-        `noise` is the relative error with which their vectors were computed again; 0 for the same bits.
+        `noise` is the relative error of their recomputed vectors; 0 for the same bits.
 
         Raises:
             ConfigError: of another kind, origin or shape; more examples than there are, or more of a class or with a
                 label; vectors whose variance is larger than that of all; with `remember`, an example that was not
-                counted. Nothing is forgotten then.
+                counted. Nothing is removed then.
         """
         self._require_alike(other)
         faults = self._never_counted(other)
@@ -166,7 +166,7 @@ class HeadStatistics:
             self.digests -= other.digests
 
     def _never_counted(self, other: HeadStatistics) -> list[str]:
-        """Return evidence that examples of the other were not counted here."""
+        """Return evidence that examples of the other statistics were not counted here."""
         ours = self._numbers()
         found = [
             f"{number} examples {what} are to be forgotten of {ours[what]}"
@@ -193,7 +193,7 @@ class HeadStatistics:
         }
 
     def reduce(self) -> None:
-        """Count the examples of all other processes as well; every process calls this."""
+        """Add the examples of all other processes; every process calls this."""
         self.moments.reduce()
         if self.digests is not None:
             self.digests = sum(gathered(self.digests), Counter())
@@ -217,10 +217,10 @@ class HeadStatistics:
             raise ConfigError([*faults, "expected statistics of the same task, model and features"])
 
     def targets(self, given: Any) -> Tensor:
-        """Convert targets, as `add` takes them, to what is regressed: (n, outputs) in fp64.
+        """Convert targets, given as for `add`, to regression targets (n, outputs) in fp64.
 
         Raises:
-            ConfigError: shapes or values that do not fit.
+            ConfigError: wrong shapes or values.
         """
         outputs, what = self.moments.out_dim, "numbers" if self.kind == "numbers" else "labels"
         tensor = as_tensor(what, given, self.names if self.kind == "classes" else ())
@@ -236,10 +236,10 @@ class HeadStatistics:
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file with digests; an older one is replaced when the new one is complete.
+        """Write one safetensors file with digests; an existing one is replaced when the new one is complete.
 
         Raises:
-            ConfigError: no path.
+            ConfigError: not a path.
             OSError: it cannot be written; `filename` is this path.
         """
         target = path_of("path", path)

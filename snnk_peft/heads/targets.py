@@ -1,6 +1,6 @@
 """Inputs of a task head: tensors, arrays, lists and columns of tables become tensors, or an error.
 
-Labels of classes may be names, truth values or whole floats (which pandas makes of integers where some are missing).
+Class labels may be names, booleans or integral floats (into which pandas converts integers if some are missing).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SHOWN = 5  # unknown names in a message
 
 
 def as_tensor(what: str, given: Any, names: Sequence[str] = ()) -> Tensor:
-    """A tensor of truth values, integers or floats, of one dimension at least.
+    """Convert to a tensor of booleans, integers or floats, with at least one dimension.
 
-    From a tensor, an array, a list, a column or columns of a table; `names` of classes stand for their places.
+    Accepts a tensor, an array, a list, a column or columns of a table; class `names` become their indices.
 
     Raises:
-        ConfigError: missing values, unknown names, or no numbers.
+        ConfigError: missing values, unknown names, or non-numeric values.
     """
     if isinstance(given, Tensor):
         found = given.detach()
@@ -81,7 +81,7 @@ def _indices(what: str, array: Any, names: Sequence[str]) -> Any:
 
 
 def require_finite(what: str, found: Tensor) -> None:
-    """ConfigError if some rows hold NaN or infinity: how many, and the first."""
+    """Raise ConfigError if some rows are NaN or infinite, with their number and the first of them."""
     wrong = ~torch.isfinite(found).reshape(len(found), -1).all(1)
     if wrong.any():
         raise ConfigError(
@@ -94,7 +94,7 @@ def as_vectors(given: Any, width: int) -> Tensor:
     """Convert vectors to a finite floating-point tensor, (examples, width).
 
     Raises:
-        ConfigError: another shape, NaN or infinity, or no numbers.
+        ConfigError: wrong shape, NaN or infinity, or non-numeric values.
     """
     found = as_tensor("vectors", given)
     if found.shape[1:] != (width,):
@@ -105,10 +105,10 @@ def as_vectors(given: Any, width: int) -> Tensor:
 
 
 def class_indices(what: str, labels: Tensor, classes: int) -> Tensor:
-    """Labels of `as_tensor`, (n,) or (n, 1) integers, truth values or whole floats, as class indices (n,), int64.
+    """Convert labels, (n,) or (n, 1) integers, booleans or integral floats, to class indices (n,), int64.
 
     Raises:
-        ConfigError: anything else, or no class's index.
+        ConfigError: anything else, or an index that is not a class's.
     """
     shape = tuple(labels.shape)
     labels = labels.squeeze(1) if labels.ndim == 2 and shape[1] == 1 else labels
@@ -131,15 +131,15 @@ def class_indices(what: str, labels: Tensor, classes: int) -> Tensor:
 
 
 def is_whole(found: Tensor) -> bool:
-    """Return True if all values are whole."""
+    """Return whether all values are integral."""
     return bool((found == found.round()).all())
 
 
 def fit_notes(count: int, shares: Tensor | None, names: Sequence[str], varies: bool) -> list[str]:
-    """List reasons to distrust a fitted head; empty if there are none.
+    """List the reasons to distrust a fitted head; empty if there are none.
 
-    Of the number of examples, the shares of the classes among them (None without classes), their names as far as known,
-    and whether the vectors differ.
+    They depend on the number of examples, the shares of the classes (None without classes), and whether the vectors
+    differ; `names` of the classes, if known, are for the messages.
     """
     found = []
     if not varies:

@@ -1,1 +1,1 @@
-"""SNNK layers as plain `nn.Module`s: they know neither PEFT nor transformers."""
+"""SNNK layers as plain `nn.Module`s, independent of PEFT and transformers."""

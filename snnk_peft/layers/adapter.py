@@ -1,8 +1,8 @@
 """Adapters in training: r + Φ(x) Mᵀ with M = scaling · diag(v) A (SNNK paper, Eq. 22 and App. D).
 
-Called one after the other, the modules `FeatureStage` and `GatedReadout` are the reference: they serve in inference, in
-compiled and exported graphs, under vmap and the other transforms, for subclasses of tensors, for modules with hooks
-(offloaded or watched ones) and for whatever has a way of its own. A step of training is one operation otherwise,
+Called in sequence, the modules `FeatureStage` and `GatedReadout` are the reference implementation: they are used in
+inference, in compiled and exported graphs, under vmap and the other transforms, for tensor subclasses, and for modules
+with hooks (such as offloaded ones) or a custom forward. Otherwise a training step is one operation,
 `functional/adapter_sum.py`. Bundles hold a `FoldedAdapter` instead (`folded.py`).
 
 Shapes: x (..., dim), Φ(x) (..., feature_dim), r (..., out_dim), A (out_dim, feature_dim), v (out_dim,). Trainable:
@@ -35,21 +35,21 @@ _NARROW: WeakKeyDictionary[Projection, tuple[Any, Tensor, Tensor]] = WeakKeyDict
 
 
 class GatedReadout(nn.Module):
-    """scaling · v ⊙ (features Aᵀ), the trainable half of an adapter.
+    """Readout scaling · v ⊙ (features Aᵀ), the trainable half of an adapter.
 
-    It starts at 0, because v = 0 (the paper's form) or because A = 0 on normalised inputs (the default).
+    It is initialised to 0, with v = 0 (the paper's form) or with A = 0 on normalised inputs (the default).
 
     Args:
-        stage: the features it will read; decides the sizes.
+        stage: the features it will read; determines the sizes.
         init: "default": A = 0 (only without gate). "paper": A = Φ(W₀), W₀ random with N(0, 1/dim) entries.
             "random": A ~ N(0, 1/feature_dim).
-        gate: whether there is a vector v, which starts at 0.
+        gate: whether there is a vector v, initialised to 0.
         scaling: constant factor.
         out_dim: length of the outputs; None for that of the inputs.
-        generator: randomness of `init`.
+        generator: random generator for `init`.
 
     Raises:
-        ConfigError: an unknown init, or one under which the block is not the identity or gets no gradient.
+        ConfigError: an unknown init, or one with which the block is not the identity or gets no gradient.
     """
 
     def __init__(
@@ -86,32 +86,32 @@ class GatedReadout(nn.Module):
         self.v = nn.Parameter(torch.zeros(dim)) if gate else None
 
     def forward(self, features: Tensor, residual: Tensor) -> Tensor:
-        """residual (..., out_dim) + scaling · v ⊙ (features Aᵀ), in the dtype of the residual."""
+        """Return residual (..., out_dim) + scaling · v ⊙ (features Aᵀ), in the dtype of the residual."""
         summed = readout_step(self, features, residual)
         return residual_linear(residual, features.to(self.A.dtype), self.matrix()) if summed is None else summed
 
     def gated(self) -> Tensor:
-        """diag(v) A, (out_dim, feature_dim)."""
+        """Return diag(v) A, (out_dim, feature_dim)."""
         return self.A if self.v is None else self.v[:, None] * self.A
 
     def matrix(self) -> Tensor:
-        """scaling · diag(v) A: the one matrix that everything folds into, (out_dim, feature_dim).
+        """Return scaling · diag(v) A, the one matrix that everything folds into, (out_dim, feature_dim).
 
-        Gate and scaling act on this small matrix and not on the hidden states, in training as in a bundle.
+        Gate and scaling act on this small matrix instead of the hidden states, in training and in a bundle.
         """
         A = self.A if self.scaling == 1.0 else self.A * self.scaling
         return A if self.v is None else self.v[:, None] * A
 
 
 class SNNKAdapter(nn.Module):
-    """r + Φ(x) Mᵀ, with the features Φ of a stage and the matrix M of a readout."""
+    """Adapter r + Φ(x) Mᵀ, with the features Φ of a stage and the matrix M of a readout."""
 
     def __init__(self, stage: FeatureStage, readout: GatedReadout):
         super().__init__()
         self.stage, self.readout = stage, readout
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(..., dim) -> (..., out_dim), in the dtype of r; r is x where it is None."""
+        """Map (..., dim) -> (..., out_dim), in the dtype of r; r defaults to x."""
         if isinstance(self.readout, GatedReadout):  # FSDP may have wrapped it
             summed = adapter_step(self.stage, self.readout, x, None if residual is x else residual)
             if summed is not None:
@@ -121,7 +121,7 @@ class SNNKAdapter(nn.Module):
 
 
 def adapter_step(stage: FeatureStage, readout: GatedReadout, x: Tensor, residual: Tensor | None) -> Tensor | None:
-    """r + Φ(x) Mᵀ as one operation, or None where the modules have to be called; r is x where it is None."""
+    """Compute r + Φ(x) Mᵀ as one operation; return None if the modules have to be called. r defaults to x."""
     feature_map = stage.feature_map
     component, projection = feature_map.component, feature_map.projection
     classes: Any = type(stage), type(component), type(projection)
@@ -155,7 +155,7 @@ def adapter_step(stage: FeatureStage, readout: GatedReadout, x: Tensor, residual
 
 
 def readout_step(readout: GatedReadout, features: Tensor, residual: Tensor) -> Tensor | None:
-    """r + z Mᵀ for features z (..., feature_dim) as one operation, or None."""
+    """Compute r + z Mᵀ for features z (..., feature_dim) as one operation, or return None."""
     if not serves(readout, features, residual):
         return None
     form = AdapterForm(None, False, 1.0, 1.0, readout.scaling, product_dtype(readout.A.dtype, features.device.type))
@@ -163,9 +163,9 @@ def readout_step(readout: GatedReadout, features: Tensor, residual: Tensor) -> T
 
 
 def serves(readout: GatedReadout, x: Tensor, residual: Tensor | None) -> bool:
-    """Return True in a training step that can use an operation with its own backward pass.
+    """Return whether this is a training step that can use an operation with its own backward pass.
 
-    What is checkpointed runs without gradients first: then too, so that both runs give the same.
+    A checkpointed function first runs without gradients; this also counts, so that both runs give the same result.
     """
     return (
         not traced()
@@ -182,7 +182,7 @@ def serves(readout: GatedReadout, x: Tensor, residual: Tensor | None) -> bool:
 
 @functools.cache
 def one_product(stage: Any, component: Any, projection: Any) -> bool:
-    """Return True if the features of these classes are f(x Wᵀ + c) with a known derivative of f."""
+    """Return whether the features of these classes are f(x Wᵀ + c) with a known derivative of f."""
     return (
         stage is FeatureStage
         and component.gradient is not Component.gradient
@@ -193,7 +193,7 @@ def one_product(stage: Any, component: Any, projection: Any) -> bool:
 
 
 def untouched(*modules: nn.Module) -> bool:
-    """Return True if calling these modules runs their `forward` and nothing else (no hooks, no wrapper)."""
+    """Return whether calling these modules runs their `forward` and nothing else (no hooks, no wrapper)."""
     if _has_any_global_hook():
         return False
     for module in modules:
@@ -210,12 +210,12 @@ def untouched(*modules: nn.Module) -> bool:
 
 
 def in_dtype(projection: Projection, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The W of a projection in another dtype, without a gradient; where W is not trained, kept until it changes."""
+    """Return a projection's W in another dtype, without gradient; if W is not trained, cached until it changes."""
     if weight.dtype == dtype:
         return weight.detach() if weight.requires_grad else weight
     if weight.requires_grad:
         return weight.detach().to(dtype)
-    # A detached W shares memory and version with it: while that is held here, nothing else has the address.
+    # A detached W shares memory and version with W: while it is held here, nothing else can have that address.
     state = (weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype, weight.device, dtype)
     kept = _NARROW.get(projection)
     if kept is None or kept[0] != state:

@@ -1,13 +1,12 @@
-"""One linear attention: the feature maps that queries and keys of a layer go through, and the sums over the keys.
+"""One linear attention: the feature maps of a layer's queries and keys, and the sums over the keys.
 
     out_i = Σ_j φ(q_i)·ψ(k_j) v_j / Σ_j φ(q_i)·ψ(k_j),     over all j, or causal over j <= i
 
-φ and ψ are shared by queries and keys (one W) or apart (`key_maps`); one for all heads, or one per key head. Shapes:
-q (B, H, L, d), k (B, G, N, d), v (B, G, N, D), H a multiple of G -> (B, H, L, D). On a CPU it goes block by block of
-tokens, so that features stay in the CPU's cache and never exist as a whole: fresh memory costs more time than
-what is computed in it. Positive exponential features, which estimate softmax, enter by their logarithms
-(functional/exponential_attention.py, exponential_causal.py), all others as they are, in at least fp32
-(functional/linear_attention.py).
+φ and ψ share one W or have separate ones (`key_maps`); one for all heads, or one per key head. Shapes: q (B, H, L, d),
+k (B, G, N, d), v (B, G, N, D), H a multiple of G -> (B, H, L, D). On a CPU tokens are processed in blocks, so that
+features stay in the cache and are never materialised in full: allocating memory takes longer than the computation.
+Positive exponential features, which estimate softmax, are passed as logarithms (functional/exponential_attention.py,
+exponential_causal.py), all others as they are, in at least fp32 (functional/linear_attention.py).
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ class AttentionTerm(nn.Module):
 
     Args:
         feature_maps: one for all heads, or one per key head (the query heads of a group share that of their keys).
-        key_maps: the keys' own maps, as many, or None where queries and keys share theirs. Own maps must start as
-            copies of `feature_maps` to start at the same kernel: two independent draws estimate none.
+        key_maps: separate maps for the keys, as many, or None if queries and keys share theirs. Separate maps must be
+            initialised as copies of `feature_maps`: two independent draws estimate no kernel.
 
     Raises:
         ConfigError: no map, or another number of maps for the keys.
@@ -58,7 +57,7 @@ class AttentionTerm(nn.Module):
         self._kept = KeptByVersion()
 
     def pairs(self) -> list[tuple[FeatureMap, FeatureMap]]:
-        """(map of the queries, map of the keys), one pair or one per key head."""
+        """Return (query map, key map), one pair or one per key head."""
         keys = self.feature_maps if self.key_maps is None else self.key_maps
         return [
             (cast(FeatureMap, first), cast(FeatureMap, second))
@@ -81,11 +80,11 @@ class AttentionTerm(nn.Module):
 
         Args:
             q: queries; k: keys; v: values.
-            mask: (B, N) bool, True where a key counts.
+            mask: (B, N) bool, True at keys to attend to.
             causal: whether a query sees only keys at or before it.
-            root: what queries and keys are multiplied by, the root of the temperature's factor.
-            state: what was kept of earlier keys, which every query sees.
-            kept: where the caller keeps logarithms from call to call, or None.
+            root: factor on queries and keys, the square root of the scaling.
+            state: state of earlier keys, which every query sees.
+            kept: the caller's cache of logarithms between calls, or None.
 
         Raises:
             UnsupportedError: a component that adapts to all tokens of an example, in causal attention.
@@ -114,10 +113,9 @@ class AttentionTerm(nn.Module):
         return self._kept.of(self, maps, root, like)
 
     def logarithms(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
-        """The logarithms of the features of queries and of keys, for positive exponential features; None for others.
+        """Compute the logarithms of the features of queries and keys if they are positive exponentials, else None.
 
-        `root` is what queries and keys are multiplied by, `like` any tensor on the device and in the dtype of the
-        queries.
+        `root` is the factor on queries and keys, `like` any tensor on the device and in the dtype of the queries.
         """
         towers: tuple[list[LogLinear], list[LogLinear]] = ([], [])
         like = wide(like.new_zeros(()))
@@ -142,7 +140,7 @@ class AttentionTerm(nn.Module):
         root: float,
         state: AttentionState | None,
     ) -> tuple[torch.Tensor, AttentionState]:
-        """`forward` through the values of the features; rounded to half precision, small ones would vanish."""
+        """Compute `forward` from the features themselves, not in half precision, where small ones would vanish."""
         columns, length = self.pairs()[0][0].feature_dim, q.shape[-2]
         size = causal_tokens(q, columns) if causal else block_tokens(q, columns)
         before = k.shape[-2] - (length if causal else 0)
@@ -179,7 +177,7 @@ class AttentionTerm(nn.Module):
     def queries(
         self, q: torch.Tensor, heads: int, statistics: Mapping[str, torch.Tensor] | None = None
     ) -> torch.Tensor:
-        """φ(q), the scale of each query left out: (B, H, L, d) -> (B, H, L, m), H a multiple of the number of key
+        """Compute φ(q) without the scale of each query: (B, H, L, d) -> (B, H, L, m), H a multiple of the number of key
         heads."""
         grouped = q.unflatten(1, (heads, -1)).flatten(2, 3)
         maps = [pair[0] for pair in self.pairs()]
@@ -192,7 +190,7 @@ class AttentionTerm(nn.Module):
         return values.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
 
     def keys(self, k: torch.Tensor, statistics: Mapping[str, torch.Tensor] | None = None) -> Features:
-        """ψ(k): (B, G, N, d) -> (B, G, N, m)."""
+        """Compute ψ(k): (B, G, N, d) -> (B, G, N, m)."""
         maps = [pair[1] for pair in self.pairs()]
         if len(maps) == 1:
             return maps[0].psi(k, statistics)
@@ -201,7 +199,7 @@ class AttentionTerm(nn.Module):
     def statistics(
         self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, *, causal: bool, root: float
     ) -> Mapping[str, torch.Tensor]:
-        """What components that adapt to the tokens want to know, per example and key head."""
+        """Compute the statistics for components that adapt to the tokens, per example and key head."""
         component = cast(FeatureMap, next(iter(self.feature_maps))).component
         if not component.adapts:
             return {}
@@ -224,7 +222,7 @@ def _of_head(statistics: Mapping[str, torch.Tensor] | None, head: int) -> dict[s
 
 
 def stacked(parts: Sequence[Features]) -> Features:
-    """Features of several heads, each (B, N, m), as (B, heads, N, m)."""
+    """Stack features of several heads, each (B, N, m), to (B, heads, N, m)."""
     values = torch.stack([part.values for part in parts], 1)
     scales = [part.log_scale for part in parts]
     return Features(values, None if scales[0] is None else torch.stack([s for s in scales if s is not None], 1))

@@ -1,11 +1,11 @@
-"""The input side of an SNNK layer: normalise or whiten, then the feature map, then perhaps the input itself.
+"""The input side of an SNNK layer: normalise or whiten, then the feature map, optionally with the input appended.
 
     stage(x) = Φ(t(x)) − c        or, with append_input,  [Φ(t(x)) − c, x]
     t(x) = scale · x              or, with normalize,     scale · (x − mean(x)) / std(x)  over the last axis
                                   or, with an affine input, scale · (x − shift) ⊙ inverse_std
 
-Shapes: x (..., dim) -> (..., out_dim). An SNNK layer is a stage followed by one matrix, in training and bundled alike,
-so a bundle holds these very modules.
+Shapes: x (..., dim) -> (..., out_dim). An SNNK layer is a stage followed by one matrix, both in training and bundled,
+so a bundle holds these same modules.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class FeatureStage(nn.Module):
     Args:
         feature_map: Φ.
         normalize: give Φ each vector minus its mean, divided by its standard deviation (a LayerNorm without weights).
-        scale: factor on what Φ sees; decides how non-linear the features are (dim^-½ gives unit pre-activations for
-            normalised inputs).
+        scale: factor on the input of Φ; determines how non-linear the features are (dim^-½ gives unit pre-activations
+            for normalised inputs).
         shift: (dim,) means of the inputs, or None. Together with `inverse_std` whitens them.
         inverse_std: (dim,) reciprocal standard deviations of the inputs, or None.
         center: subtract from each feature its mean over normalised inputs, E f(z) for z ~ N(c, (scale·‖ω‖)²). A ReLU
-            feature is mostly its mean; without it a readout that is trained from zero first learns a bias. Components
-            that are not elementwise have no such closed form and are left as they are.
+            feature is mostly its mean, so without centring a readout trained from zero first learns a bias. Components
+            that are not elementwise have no such closed form and are not centred.
         append_input: also return x itself, after the features: an exact affine path through the readout.
     """
 
@@ -73,7 +73,7 @@ class FeatureStage(nn.Module):
         return self._means(torch.zeros_like(std), std)
 
     def _means(self, mean: torch.Tensor, std: torch.Tensor) -> torch.Tensor:
-        """E f(z + c) for z ~ N(mean, std²), one of each per row; fp64, on the CPU."""
+        """Compute E f(z + c) for z ~ N(mean, std²), one of each per row; fp64, on the CPU."""
         projection, component = self.feature_map.projection, self.feature_map.component
         for added in (projection.bias, component.offsets(projection.num_features)):
             mean = mean if added is None else mean + added.to(mean)
@@ -84,13 +84,13 @@ class FeatureStage(nn.Module):
     def recenter(self, mean: torch.Tensor, std: torch.Tensor) -> None:
         """Subtract the features' means for inputs whose products with the rows have this mean and std (num_features,).
 
-        Nothing without `center`.
+        Does nothing without `center`.
         """
         if self.means is not None:
             self.means = self._means(mean.double().cpu(), std.double().cpu()).to(self.means)
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
-        """The input that the rows are multiplied by, (..., dim)."""
+        """Return the input that the rows are multiplied by, (..., dim)."""
         if self.normalize:
             return nn.functional.layer_norm(x, x.shape[-1:], eps=EPSILON) * self.scale
         return self.transform(x)
@@ -132,7 +132,7 @@ class FeatureStage(nn.Module):
         return features if self.means is None else features - self.means.to(features.dtype)
 
     def effective_rows(self, rows: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows and biases that act on x as `rows`, `bias` act on t(x); not defined for `normalize`."""
+        """Return rows and biases that act on x as `rows`, `bias` act on t(x); not defined for `normalize`."""
         if self.normalize:
             raise ValueError("a normalised input is not an affine function of x; it has no effective rows")
         effective = rows * self.scale
@@ -143,7 +143,7 @@ class FeatureStage(nn.Module):
         return effective, bias
 
     def preactivation(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows (num_features, dim) and biases (num_features,) of z in Φ(t(x)) = m^-½ f(z), z = rows · x + bias."""
+        """Return rows (num_features, dim) and biases (num_features,) of z = rows · x + bias in Φ(t(x)) = m^-½ f(z)."""
         projection = self.feature_map.projection
         rows, bias = self.effective_rows(projection.materialize(), projection.bias)
         added = self.feature_map.component.offsets(projection.num_features, rows.device)
@@ -155,8 +155,8 @@ class FeatureStage(nn.Module):
     def simplified(self) -> FeatureStage:
         """Return an equal stage with a whitened input folded into one dense matrix and bias (cheaper at inference).
 
-        A matrix that is stored as a seed stays the one that the seed gives, so then nothing is folded; nor is anything
-        for a matrix that is cheaper than a dense one, or has weights of its own.
+        A matrix that is stored as a seed cannot change, so nothing is folded then; nor for a matrix that is cheaper
+        than a dense one, or has feature weights of its own.
         """
         old = self.feature_map.projection
         dense_will_do = old.uniform and not old.fast and self.feature_map.component.elementwise()
@@ -170,20 +170,20 @@ class FeatureStage(nn.Module):
         return simple
 
     def with_input(self) -> FeatureStage:
-        """[Φ(t(x)) − c, x]: the same features (the very tensors), and the input after them."""
+        """Return the stage [Φ(t(x)) − c, x]: the same features (sharing tensors), with the input appended."""
         stage = copy.copy(self)
         stage.append_input = True
         return stage
 
     def in_words(self) -> str:
-        """A short phrase, e.g. "64 relu features and the input"."""
+        """Describe the stage in a short phrase, e.g. "64 relu features and the input"."""
         spec = FeatureMapSpec.of(self.feature_map)
         extra = " and the input" if self.append_input else ""
         stored = "" if spec.save else " (seed only)"
         return f"{spec.num_features} {spec.component} features{extra}{stored}"
 
     def spec(self) -> dict[str, Any]:
-        """Plain data from which `FeatureStage.from_spec` builds a stage of the same shape (see bundling/)."""
+        """Return plain data from which `FeatureStage.from_spec` builds a stage of the same shape (see bundling/)."""
         return {
             **FeatureMapSpec.of(self.feature_map).as_dict(),
             "normalize": self.normalize,

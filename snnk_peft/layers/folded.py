@@ -1,14 +1,14 @@
-"""What bundling leaves in a model; part of the code file of every bundle.
+"""The modules that bundling leaves in a model; part of the code file of every bundle.
 
     FoldedAdapter   r + Φ(x) Mᵀ           r = x after a module, its output beside one (SNNK paper, Eq. 22 and App. D)
-    Beside          [module(x), Φ(x)]     features of an adapter beside the FFN, emitted by what they stand beside
+    Beside          [module(x), Φ(x)]     features of an adapter beside the FFN, emitted by the module beside them
     Leading         [module(h), z]        for x = [h, z]: a module that acts on the first entries only
     resize_heads    an attention module of transformers that splits into heads of another size
     mean_first      h'₁ = Σ_t m_t h_t / Σ_t m_t, h'_t = h_t for t > 1, m = 0 at padding: the mean over the tokens in the
                     place of the first, where poolers and heads look for the vector of a text
 
-In training, slots give `beside`, `leading` and `mean_first` the module with each call.
-Shapes: x (..., dim), h of `mean_first` (B, L, width).
+In training, slots pass the module to `beside`, `leading` and `mean_first` with each call. Shapes: x (..., dim), h of
+`mean_first` (B, L, width).
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class FoldedAdapter(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """(..., dim) -> (..., out_dim), in the dtype of r; r is x where it is None."""
         residual = x if residual is None else residual
-        # Called, and not multiplied with its weight: the Linear may be offloaded, adapted or exchanged by now.
+        # Called, instead of multiplying by its weight: the Linear may be offloaded, adapted or replaced by now.
         added: Tensor = self.linear(self.stage(x))
         return residual + added.to(residual.dtype)
 
 
 def beside(module: Callable[..., Tensor], stage: FeatureStage, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-    """[module(x), Φ(x)]: (..., dim) -> (..., out + feature_dim), in the dtype of the module's output."""
+    """Compute [module(x), Φ(x)]: (..., dim) -> (..., out + feature_dim), in the dtype of the module's output."""
     out = module(x, *args, **kwargs)
     features = stage(x.to(stage.feature_map.projection.dtype))
     return torch.cat((out, features.to(out.dtype)), -1)
 
 
 def leading(module: Callable[..., Tensor], width: int, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-    """[module(h), z] for x = [h, z] with h of length `width`: (..., width + rest) -> the same shape."""
+    """Compute [module(h), z] for x = [h, z] with h of length `width`: (..., width + rest) -> the same shape."""
     return torch.cat((module(x[..., :width], *args, **kwargs), x[..., width:]), -1)
 
 
 class Beside(nn.Module):
-    """`beside`, of a module that it holds."""
+    """Module form of `beside`, which holds the wrapped module."""
 
     def __init__(self, module: nn.Module, stage: FeatureStage):
         super().__init__()
@@ -64,7 +64,7 @@ class Beside(nn.Module):
 
 
 class Leading(nn.Module):
-    """`leading`, of a module that it holds."""
+    """Module form of `leading`, which holds the wrapped module."""
 
     def __init__(self, module: nn.Module, width: int):
         super().__init__()
@@ -79,13 +79,13 @@ HEAD_SIZES = ("attention_head_size", "head_dim")  # names of the attribute
 
 
 def head_size(attention: nn.Module) -> int | None:
-    """Dimension of a head of an attention module, or None where the module does not say."""
+    """Return the head dimension of an attention module, or None if the module does not expose it."""
     sizes = [getattr(attention, name) for name in HEAD_SIZES if hasattr(attention, name)]
     return int(sizes[0]) if sizes else None
 
 
 def resize_heads(attention: nn.Module, size: int) -> nn.Module:
-    """The attention module, which splits into heads of `size` from now on.
+    """Make an attention module split into heads of `size`, in place, and return it.
 
     Raises:
         ValueError: it has no such attribute.
@@ -102,15 +102,16 @@ def resize_heads(attention: nn.Module, size: int) -> nn.Module:
 
 
 def token_mean(hidden: Tensor, counted: Tensor) -> Tensor:
-    """(B, width), the mean of (B, L, width) over the tokens that (B, L) counts; 0 where it counts none."""
+    """Compute the mean (B, width) of (B, L, width) over the tokens in the mask `counted` (B, L); 0 if there are
+    none."""
     return (hidden * counted.unsqueeze(-1)).sum(1) / counted.sum(1, keepdim=True).clamp_min(1)
 
 
 def counted_tokens(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """The tokens that are not padding, (B, L) or (1, L) bool, from a Transformer layer's output and further arguments.
+    """Return the mask of real tokens, (B, L) or (1, L) bool, from a Transformer layer's output and further arguments.
 
     Raises:
-        UnsupportedError: no mask among them, or one that does not say which tokens are padding.
+        UnsupportedError: no mask among them, or one that does not identify padding.
     """
     mask = args[0] if args else kwargs.get("attention_mask", args)
     if mask is None:  # no padding at all: transformers leaves the mask out
@@ -122,14 +123,14 @@ def counted_tokens(hidden: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, A
             "expected a tensor (examples, ..., tokens), or None, as the attention implementations 'sdpa' and 'eager' "
             "have it: choose one with set_attn_implementation"
         )
-    # What no query sees is padding. Added masks are 0 or very negative, others count.
+    # Keys that no query sees are padding. Additive masks are 0 or very negative, others nonzero at real tokens.
     seen = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() and mask.ndim > 2 else mask != 0
     return seen.flatten(1, -2).any(1) if mask.ndim > 2 else seen
 
 
 def mean_first(output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The output of a Transformer layer, (B, L, width) or a tuple that begins with it, with the mean in the first
-    token's place."""
+    """Put the mean in the first token's place of a Transformer layer's output, (B, L, width) or a tuple that begins
+    with it."""
     if isinstance(output, tuple):
         return mean_first(output[0], args, kwargs), *output[1:]
     mean = token_mean(wide(output), counted_tokens(output, args, kwargs)).to(output.dtype)

@@ -15,25 +15,45 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from snnk_peft.functional.backend import exporting
 from snnk_peft.functional.exponential_attention import KeyMeans
-from snnk_peft.functional.log_linear import ABSENT, LogLinear, both_offsets, common_logarithm, key_logarithms
-from snnk_peft.functional.log_linear import query_logarithms as logarithms_of
+from snnk_peft.functional.log_linear import (
+    ABSENT,
+    LogLinear,
+    both_offsets,
+    half_norms,
+    key_logarithms,
+    query_logarithms,
+)
 from snnk_peft.functional.precision import full_precision, wide
 
 
 def with_key(means: KeyMeans, k: Tensor, v: Tensor, counts: Tensor, keys: LogLinear) -> KeyMeans:
     """The means of one more key (B, G, 1, d) and its value (B, G, 1, D), where counts (B, 1) says so."""
     own = key_logarithms(k.to(keys.rows.dtype), keys.rows, keys.square, counts).squeeze(-2)
-    together = torch.logaddexp(means.log_weight, own)
+    if exporting():  # ONNX has no logaddexp, and what stands in for it overflows
+        distance = (means.log_weight - own).abs()
+        together = torch.maximum(means.log_weight, own) + (-distance).exp().log1p()
+    else:
+        together = torch.logaddexp(means.log_weight, own)
     share = (own - together).exp().unsqueeze(-1)
     return KeyMeans(torch.lerp(means.values, v.to(share.dtype), share), together)
 
 
 def far_logarithms(q: Tensor, means: KeyMeans, queries: LogLinear, keys: LogLinear) -> Tensor:
     """log φ_r(q) + log Z_r, (B, H, 1, m), of one query per head (B, H, 1, d)."""
-    groups, offset = means.values.shape[1], both_offsets(queries, keys)
-    logs = logarithms_of(q, queries.rows, groups) + (means.log_weight + offset)[:, :, None, None]
-    return logs.flatten(1, 2) + common_logarithm(q, queries, groups).unsqueeze(-1)
+    logs, weights = query_logarithms(q, queries.rows, means.values.shape[1]), means.log_weight
+    if queries.divided:
+        offset = queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]
+        logs, weights = (logs + offset).log_softmax(-1), weights + keys.offset
+    else:
+        weights = weights + both_offsets(queries, keys)
+    logs = (logs + weights[:, :, None, None]).flatten(1, 2)
+    if isinstance(queries.square, Tensor) or queries.square != 0:
+        groups = means.values.shape[1]
+        norms = half_norms(q.unflatten(1, (groups, -1)).flatten(2, 3), queries.square)
+        logs = logs - norms.reshape(*q.shape[:-1], 1)
+    return logs
 
 
 def attend_at_once(

@@ -1,10 +1,10 @@
-"""The logarithms of feature maps, formed once for many calls: forming them takes longer than using them.
+"""Caches of the logarithms of feature maps: computing them takes longer than using them.
 
-    KeptMaps        for a caller who knows that no weight changes meanwhile, as token by token
-    KeptByVersion   of one attention term: while nothing that they are made from has changed
+    KeptMaps        for a caller that guarantees that no weight changes, as in token-by-token decoding
+    KeptByVersion   for one attention term, valid while nothing that they are computed from has changed
 
-Formed anew are those of components that adapt to tokens, all of them in a graph, and by version those of parameters:
-fused optimizers, sharded training and averages of weights (`.data`) write to these without counting a version.
+Not cached are those of components that adapt to tokens, all of them in a graph, and, by version, those of parameters:
+fused optimizers, sharded training and weight averaging (`.data`) write to these without incrementing a version.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Term(Protocol):
 
     def logarithms(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None: ...
 
+    def prepared(self, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None: ...
+
 
 class _Empty:
     """Base of caches, whose copies and pickles are empty."""
@@ -48,7 +50,7 @@ class KeptMaps(_Empty):
     def of(self, term: Term, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
         """Return `AttentionTerm.logarithms`, cached unless the component adapts to the tokens."""
         if statistics or torch.is_grad_enabled() or exporting():
-            return term.logarithms(statistics, root, like)
+            return term.prepared(statistics, root, like)
         kind, kept = (root, like.dtype, like.device), self._found.get(term)
         if kept is None or kept[0] != kind:
             if (found := term.logarithms(statistics, root, like)) is None:
@@ -66,9 +68,9 @@ class KeptByVersion(_Empty):
     def of(self, term: Term, made_from: Iterable[nn.Module], root: float, like: torch.Tensor) -> Pair | None:
         """Return `AttentionTerm.logarithms` of a term that is always the same, without statistics, cached.
 
-        `made_from` are the modules whose tensors and settings decide.
+        `made_from` are the modules whose tensors and settings determine them.
         """
-        # A CUDA graph reads the memory that it saw for as long as it lives.
+        # A CUDA graph keeps reading the memory that it captured.
         if not plain_call() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
             return term.logarithms({}, root, like)
         if (seen := _Seen.of(made_from)) is None:
@@ -90,7 +92,7 @@ class _Seen:
 
     @classmethod
     def of(cls, modules: Iterable[nn.Module]) -> _Seen | None:
-        """Record the current state; None where changes could go unnoticed."""
+        """Record the current state; return None if changes could go unnoticed."""
         buffers: list[torch.Tensor] = []
         settings: list[Any] = []
         waiting = list(modules)

@@ -5,10 +5,10 @@
     out      w₀ · softmax over the band + Σ_r w_r · term r          (FMMformer)
     out      near field and terms under one normalisation           (layers/joint_attention.py)
 
-Key heads in `full_heads` keep softmax over all their keys, exactly; what follows is about the others.
+Key heads in `full_heads` keep exact softmax over all their keys; the following is about the others.
 
-All w > 0 are learned per head, w = softplus(blend). The temperature is split: queries and keys are both multiplied by
-√scaling, so that a softmax component estimates e^{scaling · q·k}. Shapes: q (B, H, L, d), k and v (B, G, N, d), H a
+The weights w > 0 are learned per head, w = softplus(blend). The scaling is split: queries and keys are both multiplied
+by √scaling, so that a softmax component estimates e^{scaling · q·k}. Shapes: q (B, H, L, d), k and v (B, G, N, d), H a
 multiple of G; mask (B, N) -> (B, H, L, D). Cost: that of each term, and of the band.
 
 Token by token (`continue_attention`), the state does not grow with the number of tokens: S_i = S_{i-1} + ψ(k_i) v_iᵀ,
@@ -46,25 +46,26 @@ class KernelAttention(nn.Module):
     """Linear attention of one layer.
 
     Args:
-        terms: what is summed, one term or more. A list of feature maps, one or one per key head, is one term.
+        terms: the terms of the sum, at least one. A list of feature maps, one or one per key head, is one term.
         num_heads: H, number of query heads with linear attention.
         near_field: width of the exact band (1 is the diagonal alone), or None for no band.
         joint: band and terms under one normalisation, instead of a blend of their results.
-        sinks: how many of the first keys are exact as well; joint only.
-        fitted_length: tokens of the longest text that the feature maps were fitted to, or None: beyond it, causal
-            attention gives near keys and sinks alone, or if it has none, nothing. With `rotary`, far keys count less.
-        rotary: takes the positions off queries and keys of the far field, or None; joint and causal only.
+        sinks: number of first keys that are exact as well; joint only.
+        fitted_length: number of tokens of the longest text that the feature maps were fitted to, or None: beyond it,
+            causal attention is over near keys and sinks alone, or an error without these. With `rotary`, far keys get
+            less weight.
+        rotary: removes the positions from queries and keys of the far field, or None; joint and causal only.
         full_heads: indices of key heads that keep softmax, with the query heads that share them; causal only.
-        cache_bits: 8 or 4 to round their keys and values, in a cache and without one alike; None for none.
+        cache_bits: 8 or 4 to round their keys and values, with or without a cache; None for no rounding.
 
     Attributes:
-        joint: what joins band and terms, or None for a blend.
-        blend: softplus⁻¹ of the weights, (fields, H), the near field first; None where there is one field only. At the
-            start near and far field count the same, and so do all terms.
+        joint: the joint normalisation of band and terms, or None for a blend.
+        blend: softplus⁻¹ of the weights, (fields, H), the near field first; None if there is only one field. Initially
+            near and far field have equal weight, and so do all terms.
 
     Raises:
-        ConfigError: terms and feature maps side by side, or something else; a joint near field without a width, or
-            over features that are not on the scale of softmax.
+        ConfigError: a mix of terms and feature maps, or anything else; a joint near field without a width, or over
+            features that are not on the scale of softmax.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class KernelAttention(nn.Module):
         return [cast(AttentionTerm, term) for term in self.terms]
 
     def maps(self) -> list[FeatureMap]:
-        """Every feature map: of all terms, of all heads, of queries and of keys."""
+        """Return every feature map: of all terms and heads, of queries and keys."""
         return [module for module in self.modules() if isinstance(module, FeatureMap)]
 
     @tensors_at_hand
@@ -127,15 +128,15 @@ class KernelAttention(nn.Module):
         scaling: float | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """(B, H, L, D). Causal with more keys than queries: the queries are the last positions (a cache).
+        """Compute attention (B, H, L, D). With more keys than queries, causal queries are the last positions (a cache).
 
-        `scaling` is the softmax temperature's factor on q·k; None for d^-½. `positions` (B or 1, L) are those of the
-        queries' tokens, None for the last of 0, 1, ...; rotary positions are taken off by them.
+        `scaling` is the factor on q·k; None for d^-½. `positions` (B or 1, L) are those of the queries' tokens, None
+        for the last of 0, 1, ...; they are used to remove rotary positions.
 
         Raises:
             ConfigError: a scaling that is not positive.
-            UnsupportedError: without a near field, a text longer than those that the maps were fitted to; full heads
-                in attention that is not causal.
+            UnsupportedError: without a near field, a text longer than those that the maps were fitted to; full heads in
+                attention that is not causal.
         """
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         if scaling <= 0:
@@ -145,7 +146,7 @@ class KernelAttention(nn.Module):
     def _of_all(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, value_bits: int | None, **options: Any
     ) -> Tensor:
-        """`forward`, with values of full heads in so many bits."""
+        """Compute `forward`, with values of full heads in `value_bits` bits."""
         if not self.full_heads:
             return self._linear(q, k, v, mask, **options)
         if not options["causal"]:
@@ -156,7 +157,7 @@ class KernelAttention(nn.Module):
         return joined_heads(whole, self._linear(q, k, v, mask, **options), self.full_heads)
 
     def split(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Heads, Heads]:
-        """Queries, keys and values of the full heads, and those of the others."""
+        """Split queries, keys and values into those of the full heads and those of the others."""
         return split_heads(q, k, v, self.full_heads)
 
     def _linear(
@@ -170,7 +171,7 @@ class KernelAttention(nn.Module):
         scaling: float,
         positions: Tensor | None,
     ) -> Tensor:
-        """`forward` of the heads that are not full."""
+        """Compute `forward` for the heads that are not full."""
         if self.joint is not None:
             if positions is not None and k.shape[-2] != q.shape[-2]:
                 before = k.shape[-2] - q.shape[-2]
@@ -192,7 +193,7 @@ class KernelAttention(nn.Module):
         root = scaling**0.5
         fields = []
         if self.near_field is not None:
-            # The queries are the last positions: put zeros in front, which see only what comes before them.
+            # The queries are the last positions: prepend zeros, which only see earlier keys.
             last = nn.functional.pad(q, (0, 0, k.shape[-2] - q.shape[-2], 0)) if q.shape[-2] != k.shape[-2] else q
             near = banded_softmax_attention(last, k, v, self.near_field, mask, causal=causal, scaling=scaling)
             fields.append(near[:, :, -q.shape[-2] :])
@@ -201,13 +202,13 @@ class KernelAttention(nn.Module):
         return self.blended(fields)
 
     def check_length(self, length: int, mask: torch.Tensor | None) -> None:
-        """Check that causal attention over texts of this length, padding included, is within the fitted length.
+        """Check that the length of texts in causal attention, padding included, is within the fitted length.
 
         Warns:
-            UserWarning: far keys do not count beyond the fitted length.
+            UserWarning: far keys are ignored beyond the fitted length.
 
         Raises:
-            UnsupportedError: there are no others.
+            UnsupportedError: there is no joint near field.
         """
         reach, endless = self.fitted_length, self.joint is not None and self.joint.rotary is not None
         if endless or reach is None or torch.compiler.is_compiling() or length <= reach:
@@ -229,7 +230,7 @@ class KernelAttention(nn.Module):
         )
 
     def blended(self, fields: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Σ_f w_f · field f, each field (B, H, L, D): the near field first, if there is one, then the terms."""
+        """Compute Σ_f w_f · field f, each field (B, H, L, D): the near field first, if there is one, then the terms."""
         if self.blend is None:
             return fields[0]
         weights = nn.functional.softplus(wide(self.blend))[:, None, :, None, None].to(fields[0].dtype)
@@ -247,10 +248,10 @@ class KernelAttention(nn.Module):
         scaling: float | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the weights (B, H, L, N) that `forward` multiplies the values with.
+        """Return the weights (B, H, L, N) that `forward` multiplies the values by.
 
-        Rows sum to one, or with several fields to the sum of a head's blending weights (one at the start); rows without
-        a key are 0. Weights of features that are not positive can be negative.
+        Rows sum to one, or with several fields to the sum of a head's blending weights (initially one); rows without a
+        key are 0. Weights of features that are not positive can be negative.
 
         Raises:
             UnsupportedError: more than 2048 keys; the weights grow with their square.
@@ -268,8 +269,7 @@ class KernelAttention(nn.Module):
 
 
 class Band(NamedTuple):
-    """The tokens that the next query's near field still sees: keys (B, G, t, d), t < width, values and counts (B,
-    t)."""
+    """The tokens in the next query's near field: keys (B, G, t, d), t < width, values, and their mask (B, t)."""
 
     keys: Tensor
     values: Tensor
@@ -277,7 +277,7 @@ class Band(NamedTuple):
 
 
 class KernelState(NamedTuple):
-    """The state of a KernelAttention after all earlier tokens: sums of every feature map, and the band, if there is
+    """State of a KernelAttention after all earlier tokens: the sums of every feature map, and the band, if there is
     one."""
 
     sums: tuple[State, ...]
@@ -288,10 +288,10 @@ LinearState = KernelState | JointState
 
 
 class FullState(NamedTuple):
-    """All keys and values of full heads, which of them count (B, t), and the state of the others.
+    """All keys and values of full heads, their mask (B, t), and the state of the other heads.
 
     Attributes:
-        every: True if all tokens counted so far.
+        every: True if no token has been masked so far.
     """
 
     keys: Stored
@@ -317,20 +317,20 @@ def continue_attention(
     kept: KeptMaps | None = None,
     positions: Tensor | None = None,
 ) -> tuple[Tensor, AttentionMemory]:
-    """Causal attention of new tokens to each other and to all earlier ones.
+    """Compute causal attention of new tokens to each other and to all earlier ones.
 
     Args:
         kernel: the layer's attention.
-        q: (B, H, L, d), of the new tokens, as k (B, G, L, d) and v (B, G, L, D).
-        mask: (B, L) bool, True where a new key counts.
-        state: what the call before returned; None at the start.
+        q: (B, H, L, d), queries of the new tokens, with k (B, G, L, d) and v (B, G, L, D).
+        mask: (B, L) bool, True at new keys to attend to.
+        state: the state returned by the previous call; None at the start.
         scaling: factor on q·k; None for d^-½.
-        kept: where the caller keeps the feature maps' logarithms from call to call, while no weight changes; or None.
-        positions: (B or 1, L), of the new tokens; None to count those that the mask counts.
+        kept: the caller's cache of the feature maps' logarithms, while no weight changes; or None.
+        positions: (B or 1, L), positions of the new tokens; None to count unmasked tokens.
 
     Returns:
         (B, H, L, D), equal to the last L rows of the kernel's causal attention over all tokens, and the new state. Its
-        tensors own their memory, so that they keep nothing else alive.
+        tensors own their memory and keep nothing else alive.
 
     Raises:
         ConfigError: a scaling that is not positive.
@@ -364,7 +364,7 @@ def _continue_with_full_heads(
     if state is not None:
         keys, values = state.keys.and_then(keys), state.values.and_then(values)
         counts = torch.cat((state.counts, counts), -1)
-    # A mask that hides nothing costs time, and looking costs an accelerator more.
+    # A mask that hides nothing costs time, but checking it costs more on an accelerator.
     hides = mask is not None or (state is not None and not state.every)
     whole_k, whole_v = (each.read(bits, whole_q.dtype) for each in (keys, values))
     out = causal_softmax_attention(whole_q, whole_k, whole_v, counts if hides else None, scaling)
@@ -406,7 +406,7 @@ def _continue_linear(
 
 
 def _owned(tensor: Tensor) -> Tensor:
-    """A tensor in memory that holds nothing else: a copy, if need be."""
+    """Return the tensor in memory of its own, copied if necessary."""
     alone = not torch.compiler.is_compiling() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if alone else tensor.clone()
 
@@ -419,7 +419,7 @@ def _band_behind_state(
     if before is not None:
         k, v = torch.cat((before.keys, k), -2), torch.cat((before.values, v), -2)
         counts = torch.cat((before.counts, counts), -1)
-        # A band needs as many queries as keys: zeros in front, whose results are cut off.
+        # A band needs as many queries as keys: prepend zeros, whose results are discarded.
         q = torch.nn.functional.pad(q, (0, 0, k.shape[-2] - length, 0))
     near = banded_softmax_attention(q, k, v, width, counts, causal=True, scaling=scaling)
     first = max(0, k.shape[-2] - (width - 1))

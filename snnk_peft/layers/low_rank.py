@@ -7,9 +7,9 @@ of a convolution, (out, in, kh, kw), is a matrix in one of two ways:
     spatial     (out·kw, in·kh)            kh × 1, in to rank channels      1 × kw, rank to out channels
     channel     (out, in·kh·kw)            kh × kw, in to rank channels     1 × 1, rank to out channels
 
-One dimension is the second of two: spatial is 1, then k. The first of the two has no bias, so that what padding adds
-stays what the dense layer pads; each axis keeps its stride, padding and dilation in the one that acts on it. "Spatial"
-is what "Efficiently learning low-rank networks" takes from Khodak et al. (2021).
+One-dimensional convolutions act on the second of two axes: "spatial" is 1, then k. The first convolution has no bias,
+so that padding is the same as in the dense layer; each axis keeps its stride, padding and dilation in the convolution
+that acts on it. "Spatial" is the form that "Efficiently learning low-rank networks" takes from Khodak et al. (2021).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ LINEAR_INITS = ("spectral", "baseline")  # those that do not ask what follows th
 
 
 class LowRank(nn.Module):
-    """Base of low-rank layers: holds the factors.
+    """Base class of low-rank layers, which holds the factors.
 
     Attributes:
         U: (rows, rank).
         V: (columns, rank).
         bias: (out,) or None.
-        frobenius_decay: strength that `FrobeniusDecay` finds here, or None.
+        frobenius_decay: strength that `FrobeniusDecay` uses for this layer, or None.
     """
 
     frobenius_decay: float | None = None
@@ -57,7 +57,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def draw(self, seed: int = 0) -> None:
-        """Independent normal factors; entries of U Vᵀ have variance 1/columns, the bias is zero."""
+        """Draw independent normal factors; entries of U Vᵀ have variance 1/columns, the bias is zero."""
         generator = torch.Generator("cpu").manual_seed(seed)
         self.U.copy_(normal_numbers(*self.U.shape, generator=generator) * self.rank**-0.5)
         self.V.copy_(normal_numbers(*self.V.shape, generator=generator) * len(self.V) ** -0.5)
@@ -66,7 +66,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def set_factors(self, U: Tensor, V: Tensor, bias: Tensor | None = None) -> None:
-        """Copy factors, and a bias where the layer has one and one is given, of any dtype and device."""
+        """Copy factors, and a bias if given and the layer has one, from any dtype and device."""
         self.U.copy_(U)
         self.V.copy_(V)
         if bias is not None and self.bias is not None:
@@ -77,7 +77,7 @@ class LowRank(nn.Module):
         return self.U.shape[1]
 
     def weight_matrix(self) -> Tensor:
-        """U Vᵀ, (rows, columns)."""
+        """Return U Vᵀ, (rows, columns)."""
         return self.U @ self.V.T
 
     def kernel_from(self, matrix: Tensor) -> Tensor:
@@ -89,23 +89,24 @@ class LowRank(nn.Module):
         return self.kernel_from(U @ V.T).flatten(1)
 
     def macs(self) -> tuple[int, int]:
-        """MACs per output vector (pixel): of the two factors, and of the dense layer."""
+        """Return the MACs per output vector (pixel) of the two factors, and of the dense layer."""
         raise TypeError(f"{type(self).__name__} does not define macs()")
 
     def factored(self) -> nn.Module:
         raise TypeError(f"{type(self).__name__} does not define factored()")
 
     def dense(self) -> nn.Module:
-        """One plain layer, the factors multiplied."""
+        """Return one plain layer, with the factors multiplied."""
         raise TypeError(f"{type(self).__name__} does not define dense()")
 
     def fold(self) -> nn.Module:
-        """The cheaper of the two, by MACs."""
+        """Return the cheaper of the two forms, by MACs."""
         factored, dense = self.macs()
         return self.factored() if factored < dense else self.dense()
 
     def fill(self, dense: Any, init: str, activation: Any, inputs: Tensor | None, seed: int) -> Any:
-        """This layer with the factors of `dense`, on its device and in its dtype; empty on the meta device."""
+        """Fill in the factors of `dense`, on its device and in its dtype, and return this layer; empty on the meta
+        device."""
         if self.U.is_meta:
             return self
         with at_hand(dense):
@@ -135,16 +136,17 @@ class LowRank(nn.Module):
             return self
 
     def matrix_of(self, weight: Tensor) -> Tensor:
-        """A dense weight of this layer as the matrix that is factorised."""
+        """Return a dense weight of this layer as the matrix to factorise."""
         return weight
 
 
 class LowRankLinear(LowRank):
-    """x -> U (Vᵀ x) + b: (..., in_features) -> (..., out_features), in the dtype of x.
+    """Low-rank Linear x -> U (Vᵀ x) + b: (..., in_features) -> (..., out_features), in the dtype of x.
 
     Args:
         rank: 1 to min(in_features, out_features).
-        seed: of the random start, in which entries of U Vᵀ have variance 1/in_features; None leaves memory as it is.
+        seed: seed of the random initialisation, with variance 1/in_features of the entries of U Vᵀ; None leaves memory
+            uninitialised.
 
     Attributes:
         U: (out_features, rank).
@@ -176,9 +178,9 @@ class LowRankLinear(LowRank):
         inputs: Tensor | None = None,
         seed: int = 0,
     ) -> LowRankLinear:
-        """The low-rank layer that starts from a dense one, on its device and in its dtype.
+        """Create a low-rank layer initialised from a dense one, on its device and in its dtype.
 
-        `init` is a name of `LOW_RANK_INITS`; `activation` is what follows the layer, `inputs` (n, in) are real ones,
+        `init` is a name of `LOW_RANK_INITS`; `activation` is the one after the layer; `inputs` (n, in) are real inputs,
         for init="data".
 
         Raises:
@@ -188,7 +190,7 @@ class LowRankLinear(LowRank):
 
     @classmethod
     def like(cls, linear: nn.Linear, rank: int) -> LowRankLinear:
-        """A layer of the same sizes, whose factors are not filled in yet."""
+        """Create a layer of the same sizes with uninitialised factors."""
         return cls(linear.in_features, linear.out_features, rank, linear.bias is not None, seed=None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ class LowRankLinear(LowRank):
 
     @torch.no_grad()
     def factored(self) -> nn.Sequential:
-        """Linear in → rank without bias, Linear rank → out."""
+        """Return two Linears: in → rank without bias, rank → out."""
         return nn.Sequential(
             with_tensors(nn.Linear(self.in_features, self.rank, False, "meta"), self.V.T, None),
             with_tensors(nn.Linear(self.rank, self.out_features, self.bias is not None, "meta"), self.U, self.bias),
@@ -217,12 +219,12 @@ class LowRankLinear(LowRank):
 
 
 def rounded_product(U: Tensor, V: Tensor) -> Tensor:
-    """U Vᵀ in fp64, rounded once."""
+    """Compute U Vᵀ in fp64, rounded once."""
     return (U.double() @ V.double().T).to(U.dtype)
 
 
 def with_tensors(module: Any, weight: Tensor, bias: Tensor | None) -> Any:
-    """A plain layer with copies of these tensors."""
+    """Give a plain layer copies of these tensors."""
     module.weight = nn.Parameter(weight.detach().clone(memory_format=torch.contiguous_format))
     if bias is not None:
         module.bias = nn.Parameter(bias.detach().clone())

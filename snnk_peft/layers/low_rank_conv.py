@@ -1,4 +1,4 @@
-"""Low-rank convolutions: two small ones in place of one; see low_rank.py for the two ways."""
+"""Low-rank convolutions: two small ones in place of one; see low_rank.py for the two kinds of split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LowRankConv(LowRank):
     Args:
         rank: channels between the two, 1 to the full rank of the matrix (see low_rank.py).
         split: "spatial" or "channel".
-        seed: of the random start; None leaves memory as it is.
+        seed: seed of the random initialisation; None leaves memory uninitialised.
 
     Raises:
         ConfigError: rank beyond full rank, unknown split.
@@ -55,7 +55,7 @@ class LowRankConv(LowRank):
         )  # fmt: skip
         self.kernel_size, self.stride, self.dilation = (self._each(value) for value in (kernel_size, stride, dilation))
         self.padding: str | tuple[int, ...] = padding if isinstance(padding, str) else self._each(padding)
-        # Which axes the first of the two acts on; the other acts on the rest.
+        # The axes that the first convolution acts on; the second acts on the others.
         self.first = tuple(split == "channel" or axis < self.dimensions - 1 for axis in range(self.dimensions))
         rows = out_channels * math.prod(self._sizes(False))
         self._make(rows, in_channels * math.prod(self._sizes(True)), rank, out_channels, bias, seed)
@@ -82,10 +82,10 @@ class LowRankConv(LowRank):
         inputs: Tensor | None = None,
         seed: int = 0,
     ) -> Any:
-        """The low-rank convolution that starts from nn.Conv1d or nn.Conv2d of one group, on its device and in its
-        dtype.
+        """Create a low-rank convolution from an nn.Conv1d or nn.Conv2d of one group, on its device and in its dtype.
 
-        As `LowRankLinear.from_dense`; `inputs` are real patches (n, columns), for init="data" and split="channel".
+        Arguments as for `LowRankLinear.from_dense`; `inputs` are real patches (n, columns), for init="data" and
+        split="channel".
 
         Raises:
             ConfigError: several groups, rank beyond full rank, unknown split or init.
@@ -94,7 +94,7 @@ class LowRankConv(LowRank):
 
     @classmethod
     def like(cls, conv: Any, rank: int, *, split: str = "spatial") -> Any:
-        """A layer of the same sizes, whose factors are not filled in yet."""
+        """Create a layer of the same sizes with uninitialised factors."""
         if conv.groups != 1:
             raise ConfigError(
                 f"the convolution has {conv.groups} groups of {conv.in_channels // conv.groups} channels; expected one "
@@ -115,28 +115,28 @@ class LowRankConv(LowRank):
         )
 
     def matrix_of(self, weight: Tensor) -> Tensor:
-        """A kernel (out, in, *sizes) as the matrix that is factorised, (rows, columns)."""
+        """Convert a kernel (out, in, *sizes) to the matrix to factorise, (rows, columns)."""
         axes = range(2, 2 + self.dimensions)
         mine = {flag: [axis for axis, first in zip(axes, self.first, strict=True) if first == flag] for flag in (0, 1)}
         return weight.permute(0, *mine[0], 1, *mine[1]).reshape(-1, self.in_channels * math.prod(self._sizes(True)))
 
     def kernel(self) -> Tensor:
-        """(out, in, *sizes): the kernel of the dense convolution that this one equals."""
+        """Return the kernel (out, in, *sizes) of the equivalent dense convolution."""
         return self.kernel_from(self.weight_matrix())
 
     def kernel_from(self, matrix: Tensor) -> Tensor:
-        """The other way round: (rows, columns) -> (out, in, *sizes)."""
+        """Convert a matrix to a kernel: (rows, columns) -> (out, in, *sizes)."""
         first, second = ([k for k, f in zip(self.kernel_size, self.first, strict=True) if f == flag] for flag in (1, 0))
         whole = matrix.reshape(self.out_channels, *second, self.in_channels, *first)
         places = iter(range(1, 1 + len(second))), iter(range(2 + len(second), 2 + self.dimensions))
         return whole.permute(0, 1 + len(second), *(next(places[flag]) for flag in self.first))
 
     def _kernels(self) -> tuple[Tensor, Tensor]:
-        """Those of the two, (rank, in, ...) and (out, rank, ...)."""
+        """Return the two kernels, (rank, in, ...) and (out, rank, ...)."""
         first = self.V.T.reshape(self.rank, self.in_channels, *self._sizes(True))
         second = self.U.reshape(self.out_channels, -1, self.rank).transpose(1, 2)
         second = second.reshape(self.out_channels, self.rank, *self._sizes(False))
-        # Strides as those of a dense kernel. Views pass for channels last (a 1 × 1 kernel even after contiguous()), and
+        # Strides as of a dense kernel. Views look like channels last (a 1 × 1 kernel even after contiguous()), and
         # there the backward pass of oneDNN 3.12 (torch 2.13) writes beyond its memory on CPUs without AVX-512:
         # training ended in "munmap_chunk(): invalid pointer".
         plain = torch.contiguous_format
@@ -186,14 +186,15 @@ class LowRankConv(LowRank):
         return found.transpose(1, 2).reshape(-1, found.shape[1])
 
     def macs(self) -> tuple[int, int]:
-        """Count as `LowRank.macs`; the first convolution also runs at pixels that the stride of the second skips."""
+        """Return MACs like `LowRank.macs`; the first convolution also runs at pixels that the second one's stride
+        skips."""
         positions = math.prod(self._of(self.stride, False, 1))
         dense = self.in_channels * self.out_channels * math.prod(self.kernel_size)
         return self.V.numel() * positions + self.U.numel(), dense
 
     @torch.no_grad()
     def factored(self) -> nn.Sequential:
-        """Two convolutions; the first has no bias."""
+        """Return the two convolutions; the first has no bias."""
         cls: Any = self.convolution
         first, second = self._kernels()
         one = cls(self.in_channels, self.rank, **self._settings(True), bias=False, device="meta")

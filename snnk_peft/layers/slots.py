@@ -1,14 +1,14 @@
 """Slots: changes to one module of a model, as modules that receive the original as a function.
 
 A slot's forward takes `base`, the original module (or a slot that already wraps it), and the original's inputs. Slots
-hold the new parameters; the original stays where it is. The slots themselves stand beside the parts that plan them
-(parts/); here is what all of them say about themselves, from first to last:
+hold the new parameters; the original stays in place. The slots are defined with the parts that plan them (parts/); this
+is their common interface, in the order of use:
 
-    placed       they are in the model
-    forward      what the place computes now
-    fitter       how they are fitted to what they replace (`calibrate`), or None
-    reads_out    which features are added to an output by which matrix (`calibrate_adapters`), or None
-    fold         which plain module takes their place (`bundle`)
+    placed       called when the slot is in the model
+    forward      the new computation of the module
+    fitter       how the slot is fitted to the module it replaces (`calibrate`), or None
+    reads_out    features and the matrix that adds them to an output (`calibrate_adapters`), or None
+    fold         the plain module that replaces it (`bundle`)
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Call:
     """One call of a module, for fitters that need more than its tokens.
 
     Args:
-        args: as the module got them.
-        kwargs: likewise.
-        mask: (batch, tokens) of the batch, nonzero at real tokens, or None.
+        args: positional arguments of the module.
+        kwargs: keyword arguments of the module.
+        mask: mask of the batch (batch, tokens), nonzero at real tokens, or None.
     """
 
     args: tuple[Any, ...]
@@ -46,23 +46,23 @@ class Call:
     mask: Any
 
     def real(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, tokens, dim) -> (n, dim) without padding."""
+        """Remove padding, (batch, tokens, dim) -> (n, dim)."""
         return real_tokens(x, self.mask)
 
 
 def real_tokens(x: torch.Tensor, mask: Any) -> torch.Tensor:
-    """(..., dim) -> (n, dim) without padding, where x has as many rows as the mask has entries."""
+    """Flatten (..., dim) -> (n, dim), without padding if x has as many rows as the mask has entries."""
     rows = x.reshape(-1, x.shape[-1])
     return rows[mask.bool().flatten()] if isinstance(mask, torch.Tensor) and mask.numel() == len(rows) else rows
 
 
 class FoldPlace(Protocol):
-    """One module of a model that is folded; the model itself does not change.
+    """One module of a model being folded; the model itself does not change.
 
     Attributes:
         path: its path in the unpatched model.
-        module: what stands there so far: the module in use, or what was put in its place.
-        original: whether that is still the module in use.
+        module: the current module: the one in use, or its replacement.
+        original: whether it has not been replaced yet.
         slots: the slots of the active adapters here, innermost first.
     """
 
@@ -79,30 +79,30 @@ class FoldPlace(Protocol):
     def slots(self) -> Sequence[Slot]: ...
 
     def at(self, path: str) -> FoldPlace:
-        """Another module; LookupError if the model has none at this path."""
+        """Return another module's place; LookupError if the model has none at this path."""
 
     def put(self, module: nn.Module) -> None:
-        """Let `module` take this place."""
+        """Put `module` in this place."""
 
     def add(self, name: str, module: nn.Module, before: str, after: str) -> None:
-        """Put `module` inside the module here, under a new name; `before` and `after` describe the change."""
+        """Add `module` as a child of the module here, under a new name; `before` and `after` describe the change."""
 
     def alter(self, kind: str, before: str = "", after: str = "", **values: Any) -> None:
-        """Keep the module here but change its behaviour, by a kind of `bundling/modules.py` and its fields.
+        """Keep the module here but change its behaviour, given a kind of `bundling/modules.py` and its fields.
 
-        "heads" (an attention module splits into heads of `size`) or "mean_first" (a layer gives the mean); `before` and
-        `after` are what the report says of it.
+        "heads" (an attention module splits into heads of `size`) or "mean_first" (a layer returns the mean); `before`
+        and `after` describe the change in the report.
         """
 
     def remark(self, text: str) -> None:
-        """Tell the reader of the report."""
+        """Add a remark to the report."""
 
     def reads_features(self, stage: FoldPlace) -> None:
-        """This is the head that reads the features which `stage` makes; both may be in one place, in a Sequential."""
+        """Declare this the head that reads the features of `stage`; both may be in one place, in a Sequential."""
 
 
 class FitPlace(Protocol):
-    """A module with slots in a model that is calibrated.
+    """A module with slots in a model being calibrated.
 
     Attributes:
         path: its path in the unpatched model.
@@ -116,20 +116,20 @@ class FitPlace(Protocol):
     def original(self) -> nn.Module: ...
 
     def original_at(self, path: str) -> nn.Module:
-        """The pretrained module at a path of the unpatched model."""
+        """Return the pretrained module at a path of the unpatched model."""
 
     def active_at(self, path: str) -> nn.Module:
-        """The module in use there: a trained copy, or the original."""
+        """Return the module in use there: a trained copy, or the original."""
 
 
 class Given(NamedTuple):
-    """What a fitter with `Fitter.counted` reads of one batch.
+    """Data that a fitter with `Fitter.counted` reads from one batch.
 
     Args:
         inputs: rows (n, dim), or with `Fitter.calls` the calls, which hold n rows together.
-        weight: (n,), how much the error of each row counts, 1 on the average; None for all alike.
-        missing: (n, out), what the original's stream is ahead of the converted model's behind the counted module, with
-            the original in this place; None where both are the same so far.
+        weight: (n,), weights of the rows' errors, 1 on average; None for equal weights.
+        missing: (n, out), the original's stream behind the counted module minus the converted model's with the original
+            in this place; None if they are equal.
     """
 
     inputs: Any
@@ -137,17 +137,17 @@ class Given(NamedTuple):
     missing: torch.Tensor | None = None
 
     def split(self, rows: int) -> Iterator[Given]:
-        """The same with so many rows at a time."""
+        """Yield the same data in pieces of `rows` rows."""
         for start in range(0, len(self.inputs), rows):
             yield Given(*(None if each is None else each[start : start + rows] for each in self))
 
     def target(self, output: torch.Tensor) -> torch.Tensor:
-        """What is wanted where the original gives `output` (n, out): what is missing as well."""
+        """Return the target for the original's `output` (n, out): the output plus the missing part."""
         return output if self.missing is None else output + self.missing.to(output)
 
 
 def as_given(read: Any) -> Given:
-    """What a fitter reads of a batch, with or without a metric."""
+    """Return the data of a batch as a `Given`, with or without a metric."""
     return read if isinstance(read, Given) else Given(read)
 
 
@@ -156,11 +156,11 @@ class FitOptions:
     """Options of `calibrate` for fitters.
 
     Args:
-        landmarks: rule by which rows are chosen.
+        landmarks: rule for choosing rows.
         ridges: candidates for the regularisation.
-        refit: whether the held-out rows are fitted as well in the end.
-        steps: of gradient descent after a closed form, where a fitter takes any.
-        search: steps at most of a search that has no closed form, for the directions that narrower heads keep.
+        refit: whether the held-out rows are fitted as well at the end.
+        steps: steps of gradient descent after a closed form, if a fitter uses any.
+        search: maximum number of steps of the iterative search for the directions that narrower heads keep.
     """
 
     landmarks: str
@@ -178,15 +178,15 @@ class Fit:
         size: the size of the part (rows of W, a rank).
         tokens: rows fitted while choosing the regularisation.
         held_out_tokens: rows that the errors are measured on.
-        ridge: the chosen regularisation, as a fraction of the mean feature variance; None where there is none.
+        ridge: the chosen regularisation, as a fraction of the mean feature variance; None if there is none.
         error_before: squared error relative to the variance of the target, on held-out rows.
         error_after: the same after the fit.
-        divergence_before: for attention, the Kullback-Leibler divergence of its weights from softmax in nats, the mean
+        divergence_before: for attention, the Kullback-Leibler divergence of its weights from softmax in nats, averaged
             over the queries and heads of held-out rows; None for others.
         divergence_after: the same after the fit.
-        unknowns: the number of rows that determine the fitted parameters: for a readout its number of features,
-            its bias counted as one. None where that is not known.
-        longest: tokens of the longest text, where what is fitted depends on places in it.
+        unknowns: the number of rows that determine the fitted parameters: for a readout its number of features, its
+            bias counted as one. None if unknown.
+        longest: tokens of the longest text, if the fit depends on positions.
     """
 
     size: int
@@ -202,23 +202,23 @@ class Fit:
 
 
 class Fitter:
-    """Fits one slot to the module it replaces.
+    """Base class of fitters of one slot to the module it replaces.
 
     Attributes:
-        reads: how often `fit` reads the data.
+        reads: number of times that `fit` reads the data.
         calls: whether `fit` gets the calls of the module (a list of `Call`, one per run) instead of their tokens.
-        together: paths of further modules whose original stands in beside this one's, where the layer runs several
-            times and the inputs of all runs are wanted before anything is fitted.
+        together: paths of further modules whose originals are restored with this one's, if the layer runs several times
+            and the inputs of all runs are needed before anything is fitted.
         reduces: whether `fit` sums its statistics over the processes of torch.distributed, each of which reads its own
-            share of the data (the `reduce` of the accumulators in solvers/). `calibrate` refuses a fitter that
-            does not when there are several; what process 0 fitted then goes to all.
+            share of the data (the `reduce` of the accumulators in solvers/). With several processes `calibrate` refuses
+            a fitter that does not, and broadcasts the result of process 0.
         remark: a warning for the user of the fitted model, set by `fit`; `calibrate` issues it once for all slots with
             the same text.
-        counted: path in the unpatched model of the module whose output the fit is judged by. With a `metric`, `fit`
-            reads a `Given` of each batch, and its target is the original's output plus what is `missing`.
-        metric: (out, out), root R of the metric of that output: an error δ counts ‖Rδ‖². Set before `fit`; None counts
-            what a fitter without `counted` does.
-        missing_from: the first of the reads that looks at what is `missing`, for which the original runs as well.
+        counted: path in the unpatched model of the module at whose output the error is measured. With a `metric`, `fit`
+            reads a `Given` for each batch, and its target is the original's output plus `missing`.
+        metric: (out, out), root R of the metric at that output: the error of δ is ‖Rδ‖². Set before `fit`; None for the
+            error of a fitter without `counted`.
+        missing_from: the first read that uses `missing`, for which the original runs as well.
     """
 
     remark: str | None = None
@@ -231,33 +231,33 @@ class Fitter:
     together: Sequence[str] = ()
 
     def rows(self, x: torch.Tensor, mask: Any) -> torch.Tensor:
-        """The rows (n, dim) that `fit` reads from one input of the place: here all vectors that are no padding of the
-        mask."""
+        """Return the rows (n, dim) that `fit` reads from one input of the module: by default all vectors without
+        padding."""
         return real_tokens(x, mask)
 
     def fit(self, data: Tokens) -> Fit:
-        """Fit, in place, without gradients; `data` is read `reads` times."""
+        """Fit the slot in place, without gradients; `data` is read `reads` times."""
         raise TypeError(f"{type(self).__name__} does not define fit()")
 
     def fit_sizes(self, others: Sequence[Fitter], data: Tokens) -> list[float] | None:
-        """Fit this and others of the same place, which differ in size, from statistics that all of them share.
+        """Fit this and others for the same module, which differ in size, from shared statistics.
 
         Returns:
-            Their errors on held-out rows, this one's first; None where each has statistics of its own.
+            Their errors on held-out rows, this one's first; None if they share no statistics.
         """
         return None
 
 
 class Slot(nn.Module):
-    """Base class: changes what one module of the model computes.
+    """Base class of slots, which change the computation of one module of the model.
 
     Attributes:
-        replaces: `base` is never called.
-        alone: there can be one of its class in a place.
-        lets_pass: the following module still receives the module's output, or its replacement, as the first part of its
-            input.
-        by_row: rows of one batch can go through slots of different adapters (`adapter_names`): each row's output
-            depends on that row alone.
+        replaces: whether `base` is never called.
+        alone: whether only one slot of its class is allowed per module.
+        lets_pass: whether the following module still receives the module's output, or its replacement, as the first
+            part of its input.
+        by_row: whether rows of one batch can go through slots of different adapters (`adapter_names`), because each
+            row's output depends on that row alone.
     """
 
     replaces = False
@@ -269,31 +269,31 @@ class Slot(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define forward()")
 
     def placed(self, layer: Any, model: nn.Module) -> None:
-        """The slot is in the model now, held by a `SlotLayer`."""
+        """Called once the slot is in the model, held by a `SlotLayer`."""
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter | None:
         """Return the slot's fitter; None, the default, leaves the slot to training."""
         return None
 
     def after_fit(self) -> None:
-        """Write to the config what the fits determined; called once all slots of a model have been fitted."""
+        """Write results of the fits to the config; called once all slots of a model have been fitted."""
 
     def reads_out(self, slots_at: Callable[[str], Sequence[Slot]]) -> tuple[FeatureStage, GatedReadout] | None:
-        """Return the features of an adapter and the readout that adds them to an output, if the features are made here.
+        """Return the features of an adapter and the readout that adds them to an output, if they are computed here.
 
         `slots_at` gives the active slots at a path of the unpatched model.
         """
         return None
 
     def check(self, root: nn.Module, run: Callable[[], object]) -> Iterator[str]:
-        """Check the slot's assumptions about its model, for `check_family`; yields what is wrong.
+        """Check the slot's assumptions about its model, for `check_family`; yield messages about violations.
 
-        `run` is a forward pass of the patched model in which no adapter acts, without gradients.
+        `run` is a forward pass of the patched model with adapters disabled, without gradients.
         """
         return iter(())
 
     def changes(self, path: str) -> tuple[str, ...]:
-        """The modules that change together when this slot at `path` is folded, in the order of the report."""
+        """Return the modules that change together when this slot at `path` is folded, in the order of the report."""
         return (path,)
 
     def fold(self, place: FoldPlace) -> None:
@@ -306,7 +306,7 @@ class Slot(nn.Module):
 
 
 def no_folded_form(place: FoldPlace, slot: Slot) -> UnsupportedError:
-    """The error for a slot in a combination that has none."""
+    """Return the error for a slot in a combination without a folded form."""
     return UnsupportedError(
         f"{place.path}: a {type(slot).__name__} slot has no folded form in this place; activate one adapter at a time "
         "with set_adapter, and check that the family describes the model's FFN"
@@ -314,7 +314,7 @@ def no_folded_form(place: FoldPlace, slot: Slot) -> UnsupportedError:
 
 
 def check_passing(places: Iterable[FoldPlace]) -> None:
-    """Raise UnsupportedError if a slot in one of these places passes nothing on to the modules after it."""
+    """Raise UnsupportedError if a slot in one of these places does not pass the output on to the modules after it."""
     for place in places:
         for slot in place.slots:
             if not slot.lets_pass:
@@ -322,7 +322,7 @@ def check_passing(places: Iterable[FoldPlace]) -> None:
 
 
 class Retrained(Slot):
-    """A trainable copy instead of the original, where PEFT's modules_to_save would catch a wrong module as well."""
+    """Slot with a trainable copy of the original, where PEFT's modules_to_save would match a wrong module as well."""
 
     replaces = True
     by_row = True

@@ -1,7 +1,7 @@
 """SNNKLinear: f(Wx + b) replaced by Φ(x) Aᵀ + bias (SNNK paper, section 3).
 
 Shapes: x (..., dim) -> (..., out_features); A (out_features, stage.out_dim). Cost per vector m·dim + m·out instead of
-dim·out. A is trained, computed from the pretrained weights in closed form (`init`), or fitted to data (`calibrate`).
+dim·out. A is trained, computed in closed form from the pretrained weights (`init`), or fitted to data (`calibrate`).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class SNNKLinear(nn.Module):
             activation: the function after it.
             stage: the features to use.
             init: "nystrom": the best readout for inputs N(input_mean, diag(input_std²)), from the weights alone.
-                "paper": A = Φ(W), which is what the paper starts from and is not an approximation of the layer.
-                "random": A ~ N(0, 1/feature_dim).
-            generator: randomness of init="random".
+                "paper": A = Φ(W), the paper's initialisation, which does not approximate the layer. "random": A ~ N(0,
+                1/feature_dim).
+            generator: random generator for init="random".
             input_mean: (dim,) mean of the inputs for "nystrom"; 0 if None. A preceding LayerNorm's bias.
             input_std: (dim,) standard deviation of the inputs; 1 if None. A preceding LayerNorm's weight.
 
@@ -105,13 +105,13 @@ class SNNKLinear(nn.Module):
         return readout.weight, offset
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., dim) -> (..., out_features), in the dtype of x, or in that which autocast gives a Linear."""
+        """Map x (..., dim) -> (..., out_features), in the dtype of x, or the one that autocast gives a Linear."""
         return as_a_linear(nn.functional.linear(self.stage(x.to(self.A.dtype)), self.A, self.bias), x)
 
     @torch.no_grad()
     def fold(self, following: nn.Linear | None = None) -> tuple[FeatureStage, nn.Linear]:
-        """The plain modules this layer becomes: its stage, and one Linear; W̄ = W₂ A (Eq. 14) with the `following`
-        one."""
+        """Return the plain modules that this layer folds to: its stage, and one Linear; W̄ = W₂ A (Eq. 14) with
+        `following`."""
         stage = self.stage.simplified()
         if following is None:
             return stage, plain_linear(self.A, self.bias)
@@ -119,7 +119,7 @@ class SNNKLinear(nn.Module):
 
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
-    """An nn.Linear with copies of these tensors."""
+    """Return an nn.Linear with copies of these tensors."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight.detach().clone())
     if bias is not None:
@@ -143,15 +143,15 @@ class Affine(NamedTuple):
 
 
 def fold_linear(A: Tensor, bias_A: Tensor | None, W2: Tensor, b2: Tensor | None) -> Affine:
-    """One affine map equal to (A, bias_A) followed by (W2, b2): W2 A (o, m) and W2 bias_A + b2 (o,), None without
-    biases.
+    """Return one affine map equal to (A, bias_A) followed by (W2, b2): W2 A (o, m) and W2 bias_A + b2 (o,), None
+    without biases.
 
     Computed in fp64 and rounded to the wider of the two weights' dtypes. Smaller than the pair unless l < o m/(o + m).
 
     Args:
         A: (l, m) readout of a feature map with m features.
         bias_A: (l,) or None.
-        W2: (o, l) weight of the Linear that follows, with nothing but the identity (or dropout in eval) between.
+        W2: (o, l) weight of the following Linear, with only the identity (or dropout in eval) in between.
         b2: (o,) or None.
 
     Raises:

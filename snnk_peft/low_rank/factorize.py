@@ -54,21 +54,21 @@ def factorize(
     Args:
         weight: W (out, in), as nn.Linear stores it.
         rank: columns of U and V, 1 to min(out, in).
-        init: a name in LOW_RANK_INITS. "function" minimises the exact risk over x ~ N(0, I); "data" that over
-            `inputs`; "spectral" is the SVD, and "spectral_gnorm" the SVD with rows of the right norms. References to
-            compare with: "baseline", "kernel_projection", "nkp", "ws_nkp".
+        init: a name in LOW_RANK_INITS. "function" minimises the exact risk over x ~ N(0, I), "data" the risk over
+            `inputs`; "spectral" is the SVD, "spectral_gnorm" the SVD with corrected row norms. Baselines for
+            comparison: "baseline", "kernel_projection", "nkp", "ws_nkp".
         activation: f, a name (relu, leaky_relu, erf, gelu, silu, tanh, sigmoid, softplus, identity) or an elementwise
-            function, whose risk is found by quadrature.
-        bias: b (out,) or None. A layer without bias gets none.
-        inputs: real inputs of the layer (n, in), or InputMoments of them; "data" fits to them, and relative_risk is
-            taken over them. None: N(0, I).
-        seed: of the inits that draw (baseline, nkp, ws_nkp).
+            function, whose risk is computed by quadrature.
+        bias: b (out,) or None, for which there is no b' either.
+        inputs: real inputs of the layer (n, in), or their InputMoments, to which "data" fits and over which
+            relative_risk is computed. None: N(0, I).
+        seed: seed of the random inits (baseline, nkp, ws_nkp).
 
     Returns:
         Factors, in the dtype and on the device of the weight.
 
     Raises:
-        ConfigError: a rank above full rank, shapes that do not fit, unknown names, "data" without inputs: all at once.
+        ConfigError: a rank above full rank, mismatched shapes, unknown names, "data" without inputs: all at once.
         NumericalError: a NaN or infinity among the tensors.
 
     Example:

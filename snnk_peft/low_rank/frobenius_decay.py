@@ -6,12 +6,12 @@ before an optimizer step
 
     U ← U − ηλ·U(VᵀV),    V ← V − ηλ·V(UᵀU),    η the learning rate of the parameter group,
 
-both from the values before. So under plain SGD it is the gradient of loss + ½λ‖UVᵀ‖²_F exactly, adaptive optimizers do
-not rescale it, and it acts once per optimizer step: whatever number of batches was accumulated, not at all in a step
-that a GradScaler skips, and with the same bits in every DDP process. UVᵀ itself is never formed.
+both from the values before. So under plain SGD it is exactly the gradient of loss + ½λ‖UVᵀ‖²_F, adaptive optimizers do
+not rescale it, and it acts once per optimizer step: independent of gradient accumulation, not at all in a step that a
+GradScaler skips, and bitwise equal in every DDP process. UVᵀ itself is never formed.
 
 A singular value σ of V multiplies its direction of U by 1 − ηλσ²: once ηλ·‖V‖²₂ (or ‖U‖²₂) passes 1 that changes
-sign, which is no decay any more, and beyond 2 it grows in each step and diverges. Choose λ below 1/(η·‖UVᵀ‖₂), for
+sign, which is no longer a decay, and beyond 2 it grows in each step and diverges. Choose λ below 1/(η·‖UVᵀ‖₂), for
 balanced factors; `attach` warns of more. The paper gives up tuning λ for EfficientNet because training diverged.
 """
 
@@ -34,8 +34,8 @@ class FactorPair(NamedTuple):
     """The factors U (out, rank) and V (in, rank) of one layer, W = UVᵀ.
 
     Attributes:
-        path: of the module that holds them, for messages.
-        strength: the λ that the module asks for (its attribute `frobenius_decay`, which LowRankPart sets), or None.
+        path: path of the module that holds them, for messages.
+        strength: the module's λ (its attribute `frobenius_decay`, which LowRankPart sets), or None.
     """
 
     path: str
@@ -45,7 +45,7 @@ class FactorPair(NamedTuple):
 
 
 def find_factors(model: nn.Module) -> list[FactorPair]:
-    """Every module that has matrices U (out, rank) and V (in, rank) as parameters of its own; shared ones once."""
+    """Find every module with its own parameters U (out, rank) and V (in, rank); shared ones once."""
     found: dict[tuple[int, int], FactorPair] = {}
     for path, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
@@ -56,14 +56,14 @@ def find_factors(model: nn.Module) -> list[FactorPair]:
 
 
 def frobenius_penalty(U: torch.Tensor, V: torch.Tensor) -> torch.Tensor:
-    """½‖UVᵀ‖²_F = ½ Σ (UᵀU)∘(VᵀV), a scalar in at least fp32; differentiable, O((out + in)·rank²)."""
+    """Compute ½‖UVᵀ‖²_F = ½ Σ (UᵀU)∘(VᵀV), a scalar in at least fp32; differentiable, O((out + in)·rank²)."""
     with full_precision(U):
         U, V = wide(U), wide(V)
         return ((U.mT @ U) * (V.mT @ V)).sum() / 2
 
 
 def frobenius_gradients(U: torch.Tensor, V: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(U(VᵀV), V(UᵀU)), the gradients of `frobenius_penalty`, in at least fp32."""
+    """Return (U(VᵀV), V(UᵀU)), the gradients of `frobenius_penalty`, in at least fp32."""
     with full_precision(U):
         U, V = wide(U), wide(V)
         return U @ (V.mT @ V), V @ (U.mT @ U)
@@ -76,20 +76,20 @@ def _is_pair(given: object) -> bool:
 class FrobeniusDecay:
     """Decoupled Frobenius decay of the low-rank layers of a model.
 
-    Give the factors no weight decay of the optimizer beside it (`decay_groups` makes such parameter groups).
+    Disable the optimizer's own weight decay for the factors (`decay_groups` makes such parameter groups).
 
     Args:
-        factors: a model, whose modules with parameters U (out, rank) and V (in, rank) are found (also inside DDP or a
-            PeftModel), or pairs (U, V).
-        strength: λ >= 0. None: the attribute `frobenius_decay` of each module, as set by LowRankPart;
-            modules that say nothing are left out.
+        factors: a model, in which all modules with parameters U (out, rank) and V (in, rank) are used (also inside DDP
+            or a PeftModel), or pairs (U, V).
+        strength: λ >= 0. None: the attribute `frobenius_decay` of each module, as set by LowRankPart; modules without
+            it are left out.
 
     Attributes:
         pairs: the factors that decay, each with its λ.
 
     Raises:
-        ConfigError: no low-rank module, none that says its strength, a strength that is no number >= 0, or pairs that
-            do not fit together; all faults at once.
+        ConfigError: no low-rank module, none with a strength, a strength that is not a number >= 0, or pairs of
+            mismatched shapes; all faults at once.
 
     Example:
         >>> import torch
@@ -145,16 +145,16 @@ class FrobeniusDecay:
         """Let the factors decay whenever this optimizer steps; a second call for the same one changes nothing.
 
         Args:
-            optimizer: holds the factors, or some of them (the others stay as they are); may be wrapped by accelerate.
+            optimizer: holds the factors, or some of them (the others do not decay); may be wrapped by accelerate.
 
         Returns:
             This object.
 
         Raises:
-            ConfigError: it holds no factor, or its parameter groups have no learning rate.
+            ConfigError: the optimizer holds no factor, or its parameter groups have no learning rate.
 
         Warns:
-            NumericalWarning: ηλ‖V‖²₂ or ηλ‖U‖²₂ is above 1 at the largest learning rate known: factors change sign.
+            NumericalWarning: ηλ‖V‖²₂ or ηλ‖U‖²₂ is above 1 at the largest known learning rate: factors change sign.
         """
         optimizer = _unwrapped(optimizer)
         if not hasattr(optimizer, "param_groups"):
@@ -180,7 +180,7 @@ class FrobeniusDecay:
             raise ConfigError(faults)
         self._warn_of_steep(max(max(group["lr"], group.get("initial_lr", 0)) for group in groups))
         if optimizer not in self._handles:
-            # Before the step as in AdamW; what the step reads are the gradients alone.
+            # Before the step, as in AdamW; the step itself only reads the gradients.
             self._handles[optimizer] = optimizer.register_step_pre_hook(self._decay)
         return self
 
@@ -202,16 +202,16 @@ class FrobeniusDecay:
             )
 
     def detach(self) -> None:
-        """Leave all optimizers as they were."""
+        """Detach from all optimizers."""
         while self._handles:
             self._handles.popitem()[1].remove()
 
     def penalty(self) -> torch.Tensor:
-        """Σ ½λ‖UVᵀ‖²_F, a scalar; differentiable, so it can be logged or (instead of `attach`) added to a loss."""
+        """Compute Σ ½λ‖UVᵀ‖²_F, a differentiable scalar to be logged or (instead of `attach`) added to a loss."""
         return torch.stack([(pair.strength or 0.0) * frobenius_penalty(pair.U, pair.V) for pair in self.pairs]).sum()
 
     def trainer_callback(self) -> Any:
-        """A transformers.TrainerCallback that attaches to the Trainer's optimizer, and detaches when training ends."""
+        """Return a transformers.TrainerCallback that attaches to the Trainer's optimizer until training ends."""
         from transformers import TrainerCallback
 
         decay = self
@@ -231,7 +231,7 @@ class FrobeniusDecay:
         # A GradScaler does not call an optimizer whose step it skips, but leaves the skipping to a fused one.
         overflow = getattr(optimizer, "found_inf", None)
         for _, U, V, strength in self.pairs:
-            # As in optimizers, what has no gradient was not used and stays as it is.
+            # As in optimizers, a parameter without gradient was not used and does not change.
             used = [factor.grad is not None and id(factor) in rates for factor in (U, V)]
             if not strength or not any(used):
                 continue
@@ -244,7 +244,7 @@ class FrobeniusDecay:
 
 
 def _largest_square(factor: torch.Tensor) -> float:
-    """‖U‖²₂; 0 where it is not at hand (sharded, on no device, not finite)."""
+    """Return ‖U‖²₂; 0 if it is unavailable (sharded, on the meta device, not finite)."""
     if factor.is_meta or hasattr(factor, "full_tensor"):
         return 0.0
     gram = wide(factor).mT @ wide(factor)
@@ -252,16 +252,16 @@ def _largest_square(factor: torch.Tensor) -> float:
 
 
 def decay_groups(model: nn.Module, weight_decay: float, *, factor_decay: float | None = None) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: weight decay of its own for the factors U and V of low-rank layers.
+    """Make parameter groups for an optimizer, with a separate weight decay for the factors of low-rank layers.
 
     Args:
         model: its trainable parameters are grouped, each in one group.
-        weight_decay: of all other matrices (and kernels of convolutions). Vectors, biases and norms have none.
-        factor_decay: of the factors: ½·factor_decay·(‖U‖² + ‖V‖²), the paper's "weight decay". None: `weight_decay`;
-            0 beside a `FrobeniusDecay`.
+        weight_decay: weight decay of all other matrices (and convolution kernels). Vectors, biases and norms have none.
+        factor_decay: weight decay of the factors: ½·factor_decay·(‖U‖² + ‖V‖²), the paper's "weight decay". None:
+            `weight_decay`; use 0 with a `FrobeniusDecay`.
 
     Raises:
-        ConfigError: a decay that is no number >= 0.
+        ConfigError: a decay that is not a number >= 0.
 
     Example:
         >>> groups = decay_groups(torch.nn.Linear(3, 2), 0.1)

@@ -14,13 +14,13 @@ from snnk_peft.low_rank.problem import Problem, check, unit_scale
 
 
 def nonlinearity_kernel(f: Nonlinearity, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """K_ij = E[f(w_i·x + b_i) f(w_j·x + b_j)], x ~ N(0, I) (Definition 2.5), for all rows of W: (out, out), fp64."""
+    """Compute K_ij = E[f(w_i·x + b_i) f(w_j·x + b_j)], x ~ N(0, I) (Definition 2.5), (out, out) in fp64."""
     norm = torch.linalg.vector_norm(weight, dim=1)
     unit = weight / unit_scale(norm).unsqueeze(1)
     rho = (unit @ unit.T).clamp(-1, 1)
     if bias is None and f.kernel is not None:
         return f.kernel(norm.unsqueeze(1), norm, rho)
-    # Closed forms with biases hold many numbers per pair; the series needs one.
+    # Closed forms with biases hold many values per pair; the series needs one.
     mean = torch.zeros_like(norm) if bias is None else bias
     coefficients, energy = unit_coefficients(f, norm, mean, quadrature_nodes(f, norm))
     kernel = dual_kernel(coefficients, coefficients, rho)
@@ -36,16 +36,16 @@ def kernel_projection(
     bias: Tensor | None = None,
     kernel: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """U = Q (out, rank), V = WᵀQ with Q the leading eigenvectors of K: the rows of W, projected in the feature space of
-    f.
+    """Return U = Q (out, rank), V = WᵀQ with Q the leading eigenvectors of K: W's rows, projected in the feature space
+    of f.
 
-    A reference. The paper's Theorem 2.10 says that UVᵀ minimises the ReLU risk; it does not, and is usually worse than
+    A baseline. The paper's Theorem 2.10 says that UVᵀ minimises the ReLU risk; it does not, and is usually worse than
     the SVD (W = [[1, 0], [−1, 0], [0, 1]] at rank 1: 1.0249, the SVD .5, the optimum .4414).
 
     `kernel` is K (out, out), for example estimated from samples (Algorithm 2); None: the exact one, of `activation`.
 
     Raises:
-        ConfigError: shapes that do not fit, a rank above full rank, an unknown activation.
+        ConfigError: mismatched shapes, a rank above full rank, an unknown activation.
     """
     problem = check(weight, rank, activation, bias, None, 0)
     if kernel is not None and kernel.shape != (len(weight),) * 2:
@@ -58,7 +58,7 @@ def kernel_projection(
 
 
 def project(problem: Problem, kernel: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`kernel_projection` of a problem, in fp64."""
+    """Apply `kernel_projection` to a problem, in fp64."""
     if kernel is None:
         kernel = nonlinearity_kernel(problem.nonlinearity, problem.weight, problem.bias)
     leading = torch.linalg.eigh(kernel).eigenvectors[:, -problem.rank :].flip(1)

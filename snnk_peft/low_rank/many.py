@@ -1,4 +1,4 @@
-"""`factorize` for many layers at once, in processes: each layer is a problem of its own."""
+"""`factorize` for many layers at once, in parallel processes: each layer is an independent problem."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _OPTIONAL = {"init", "activation", "bias", "inputs", "seed"}
 def factorize_many(
     layers: Mapping[str, Mapping[str, Any]], *, processes: int | None = None, progress: bool = False
 ) -> dict[str, Factors]:
-    """`factorize` of every layer, in parallel.
+    """Apply `factorize` to every layer, in parallel.
 
-    Each layer is computed with one thread, in whatever process: the result does not depend on their number. With more
-    than one process a program needs the usual `if __name__ == "__main__":`, as for everything in multiprocessing.
+    Each layer is computed with one thread, so the result does not depend on the number of processes. With more than one
+    process a program needs the usual `if __name__ == "__main__":` of multiprocessing.
 
     Args:
         layers: name -> the arguments of `factorize`: {"weight": W, "rank": 8, "activation": "relu", "bias": b, ...}.
-        processes: how many; None is one for each CPU core that this process may use, and at most one per layer. 1
-            computes here, without any other process.
-        progress: a bar on the terminal (needs rich).
+        processes: number of processes; None is one per CPU core available to this process, and at most one per layer. 1
+            computes in this process.
+        progress: show a progress bar on the terminal (needs rich).
 
     Returns:
         name -> Factors, in the order of `layers`, on the devices of the weights.
 
     Raises:
-        ConfigError: what is wrong with any of the layers, all at once and before anything is computed; rich is missing.
+        ConfigError: the faults of all layers, at once and before anything is computed; rich is missing.
         NumericalError: a NaN or infinity in a layer, which is named.
 
     Example:
@@ -97,7 +97,7 @@ def _check_all(layers: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _in_processes(layers: Mapping[str, Mapping[str, Any]], workers: int) -> Iterator[tuple[str, Factors]]:
-    # Forks of a process that never used a thread: a fork of this one could wait for ever for a lock of its threads.
+    # Forks of a process that never used a thread: a fork of this one could wait forever for a lock of its threads.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
@@ -129,7 +129,7 @@ def _work(packed: bytes) -> tuple[Any, ...]:
 
 
 class _Plain(tuple[Any, ...]):
-    """A tensor as (bytes of numpy, dtype): torch would hand over shared memory, of which there may be little."""
+    """A tensor as (bytes of numpy, dtype): torch would use shared memory, which may be scarce."""
 
     __slots__ = ()
 

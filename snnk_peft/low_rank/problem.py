@@ -20,7 +20,7 @@ from snnk_peft.registry import Registry
 
 
 class InputMoments(NamedTuple):
-    """Inputs x ~ N(mean, covariance): exact for what is linear in x, a model of the inputs otherwise.
+    """Gaussian model of the inputs, x ~ N(mean, covariance), which is exact for functions linear in x.
 
     Attributes:
         mean: E x, (in,).
@@ -32,7 +32,7 @@ class InputMoments(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Tensor) -> InputMoments:
-        """The moments of inputs (n, in), in fp64.
+        """Compute the moments of inputs (n, in), in fp64.
 
         Raises:
             ConfigError: anything else.
@@ -46,13 +46,13 @@ class InputMoments(NamedTuple):
         return cls(mean, centred.T @ centred / len(inputs))
 
     def root(self, centred: bool) -> tuple[Tensor, Tensor]:
-        """R (in, k) with RRᵀ = C, and its pseudo-inverse (k, in); C is the covariance, or E xxᵀ if not `centred`.
+        """Return R (in, k) with RRᵀ = C, and its pseudo-inverse; C is the covariance, or E xxᵀ if not `centred`.
 
         Directions in which the inputs do not vary (by 1e-12 of the largest variance) are left out.
         """
         matrix = self.covariance if centred else self.covariance + torch.outer(self.mean, self.mean)
         values, vectors = torch.linalg.eigh(matrix)
-        # At least one direction, so that inputs that never vary are a problem like any other.
+        # At least one direction, so that constant inputs need no special case.
         kept = (values > 1e-12 * values[-1]) & (values > 0)
         kept[-1] = True
         scale = values[kept].clamp_min(1e-150).sqrt()
@@ -63,8 +63,8 @@ class Solution(NamedTuple):
     """Factors U (out, rank), V (in, rank) and bias (out,) in fp64.
 
     Attributes:
-        risk: E‖f(UVᵀx + bias) − f(Wx + b)‖² over N(0, I), where the init knows it.
-        energy: E‖f(Wx + b)‖² over N(0, I), then too.
+        risk: E‖f(UVᵀx + bias) − f(Wx + b)‖² over N(0, I), if the init knows it.
+        energy: E‖f(Wx + b)‖² over N(0, I), likewise.
     """
 
     U: Tensor
@@ -84,7 +84,7 @@ class Problem:
         nonlinearity: f.
         bias: b (out,) or None.
         inputs: (n, in), their moments, or None for N(0, I).
-        seed: of what is drawn.
+        seed: seed of random draws.
     """
 
     weight: Tensor
@@ -96,7 +96,7 @@ class Problem:
 
     @functools.cached_property
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
-        """A (out, k), σ (k,), B (in, k) with W = A diag(σ) Bᵀ and k = min(out, in)."""
+        """Singular value decomposition A (out, k), σ (k,), B (in, k) with W = A diag(σ) Bᵀ and k = min(out, in)."""
         left, values, right = torch.linalg.svd(self.weight, full_matrices=False)
         return left, values, right.T
 
@@ -122,7 +122,7 @@ def check(
     init: str | None = None,
     factors: tuple[Tensor, Tensor, Tensor | None] | None = None,
 ) -> Problem:
-    """The problem, if all of it fits together.
+    """Check the arguments and build the problem.
 
     Raises:
         ConfigError: all faults at once.
@@ -183,13 +183,13 @@ def check(
 
 
 def balanced(left: Tensor, values: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """U = A√σ and V = B√σ (Definition 3.1), so that both factors have the same singular values."""
+    """Return U = A√σ and V = B√σ (Definition 3.1), so that both factors have the same singular values."""
     root = values.sqrt()
     return left * root, right * root
 
 
 def rebalanced(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-    """Balanced factors of the same product, by the singular values of a small matrix."""
+    """Return balanced factors of the same product, by the SVD of a small matrix."""
     q_left, r_left = torch.linalg.qr(U)
     q_right, r_right = torch.linalg.qr(V)
     left, values, right = torch.linalg.svd(r_left @ r_right.T)
@@ -197,12 +197,12 @@ def rebalanced(U: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unit_scale(values: Tensor) -> Tensor:
-    """The values as divisors: 1 where they are not above 0."""
+    """Return the values as divisors, with 1 in place of non-positive ones."""
     return torch.where(values > 0, values, 1.0)
 
 
 def directions(coordinates: Tensor) -> Tensor:
-    """Rows (out, r) brought to norm 1; a row of zeros, which has no direction, becomes the first unit vector."""
+    """Normalise rows (out, r) to norm 1; a row of zeros, which has no direction, becomes the first unit vector."""
     norm = torch.linalg.vector_norm(coordinates, dim=1, keepdim=True)
     found = coordinates / unit_scale(norm)
     found[:, 0] += (norm == 0).squeeze(1)

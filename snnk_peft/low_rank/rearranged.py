@@ -1,8 +1,8 @@
-"""Factors whose product is the weight only after its entries are put in other places: k × 1 and 1 × k kernels.
+"""Factors whose product is the weight after a permutation of its entries: k × 1 and 1 × k kernels.
 
 A spatially split kernel is a matrix (out·k, in·k) of low rank, but its outputs are those of the weight (out, in·k·k)
-with the same entries. The best factors for a function or for real inputs then have no subspace form; what is minimised
-is the same exact risk as elsewhere, over both factors at once.
+with the same entries. The best factors for a function or for real inputs then have no subspace form; the same exact
+risk is minimised over both factors at once.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def rearranged_factors(
     inputs: InputMoments | None = None,
     steps: int = 150,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """U, V, balanced, and b' (out,), fp64, for which E‖f(product(U, V) x + b') − f(W x + b)‖² is least near the start.
+    """Return balanced U, V and b' (out,), fp64, that minimise E‖f(product(U, V) x + b') − f(W x + b)‖² from the start.
 
-    Never above the start; a layer without b gets no b'.
+    The risk never exceeds that of the start; a layer without b gets no b'.
 
     Args:
         weight: W (out, in).
@@ -38,8 +38,8 @@ def rearranged_factors(
         product: (U, V) -> (out, in), the entries of U Vᵀ in their places.
         activation: f, a name of NONLINEARITIES or an elementwise function.
         bias: b (out,) or None.
-        inputs: x ~ N(mean, covariance), of which the identity needs no more; None is N(0, I).
-        steps: at most so many of L-BFGS.
+        inputs: x ~ N(mean, covariance), exact for the identity; None is N(0, I).
+        steps: maximum number of L-BFGS steps.
     """
     f, weight = nonlinearity(activation), weight.detach().double()
     U, V = (factor.detach().to(weight) for factor in start)
@@ -48,7 +48,7 @@ def rearranged_factors(
         root = inputs.root(centred=bias is not None)[0]
         mean = inputs.mean.to(weight) if bias is not None else mean
     scaled = weight @ root
-    # The mean of the pre-activations is a parameter instead of the bias: it does not move when the factors do.
+    # The mean of the pre-activations is optimised instead of the bias: it does not change with the factors.
     shift = None if bias is None else bias.detach().to(weight) + weight @ mean
     energy = float(gaussian_risk(f, scaled, scaled, shift, shift)[1].clamp_min(1e-150))
 

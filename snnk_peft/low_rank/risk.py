@@ -1,6 +1,6 @@
 """The risk of low-rank factors, E‖f(UVᵀx + b') − f(Wx + b)‖²: exact for Gaussian x, a mean over given inputs.
 
-Outputs enter one by one: with w_i and y_i the rows of W and UVᵀ and x ~ N(0, I), row i contributes
+The risk is a sum over outputs: with w_i and y_i the rows of W and UVᵀ and x ~ N(0, I), row i contributes
 
     k(y_i, y_i) − 2 k(y_i, w_i) + k(w_i, w_i),      k(y, w) = E[f(y·x + b'_i) f(w·x + b_i)]
 
@@ -25,8 +25,8 @@ _CHUNK = 1 << 22  # outputs held at once
 def row_risks(
     f: Nonlinearity, norm: Tensor, target: Tensor, rho: Tensor, mean: Tensor | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """E[(f(mean + norm·u) − f(bias + target·v))²] for correlation ρ, and E[f(bias + target·v)²], elementwise."""
-    # One call for all three: they are short vectors, whose price is the number of operations.
+    """Compute E[(f(mean + norm·u) − f(bias + target·v))²] for correlation ρ, and E[f(bias + target·v)²]."""
+    # One call for all three: for short vectors the number of operations determines the cost.
     norm, target, rho = torch.broadcast_tensors(norm, target, rho)
     first, second = torch.stack((norm, norm, target)), torch.stack((norm, target, target))
     one = torch.ones_like(rho)
@@ -44,7 +44,7 @@ def row_risks(
 def gaussian_risk(
     f: Nonlinearity, weight: Tensor, product: Tensor, bias: Tensor | None, new_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Risk of `product` = UVᵀ and E‖f(Wx + b)‖² for x ~ N(0, I), two scalars."""
+    """Compute the risk of `product` = UVᵀ and E‖f(Wx + b)‖² for x ~ N(0, I), two scalars."""
     norm, target = torch.linalg.vector_norm(product, dim=1), torch.linalg.vector_norm(weight, dim=1)
     scale = norm * target
     rho = ((product * weight).sum(1) / torch.where(scale > 0, scale, 1.0)).clamp(-1, 1)
@@ -60,7 +60,7 @@ def sample_risk(
     new_bias: Tensor | None,
     inputs: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Means over inputs (n, in) of ‖f(UVᵀx + b') − f(Wx + b)‖² and ‖f(Wx + b)‖², two scalars."""
+    """Average ‖f(UVᵀx + b') − f(Wx + b)‖² and ‖f(Wx + b)‖² over inputs (n, in), two scalars."""
     U, V = factors
     risk, energy = weight.new_zeros(()), weight.new_zeros(())
     for x in inputs.split(max(1, _CHUNK // len(weight))):
@@ -71,7 +71,7 @@ def sample_risk(
 
 
 def problem_risk(problem: Problem, U: Tensor, V: Tensor, new_bias: Tensor | None) -> tuple[float, float]:
-    """E‖f(UVᵀx + b') − f(Wx + b)‖² and E‖f(Wx + b)‖² over the inputs of the problem."""
+    """Compute E‖f(UVᵀx + b') − f(Wx + b)‖² and E‖f(Wx + b)‖² over the inputs of the problem."""
     f, weight, bias, inputs = problem.nonlinearity, problem.weight, problem.bias, problem.inputs
     if isinstance(inputs, Tensor):
         risk, energy = sample_risk(f, weight, (U, V), bias, new_bias, inputs)
@@ -98,7 +98,7 @@ def risk(
     inputs: Tensor | InputMoments | None = None,
     relative: bool = False,
 ) -> float:
-    """E‖f(UVᵀx + b') − f(Wx + b)‖², of factors of any origin: exact for Gaussian inputs, no samples are drawn.
+    """Compute E‖f(UVᵀx + b') − f(Wx + b)‖² of any factors: exact for Gaussian inputs, without sampling.
 
     Args:
         weight: W (out, in), as nn.Linear stores it.
@@ -107,11 +107,11 @@ def risk(
         activation: f, as in `factorize`.
         bias: b (out,) or None.
         new_bias: b' (out,); None is `bias`.
-        inputs: x (n, in), over which the mean is taken; InputMoments, whose Gaussian is meant; None for N(0, I).
-        relative: divided by E‖f(Wx + b)‖².
+        inputs: x (n, in), to average over; InputMoments, for Gaussian inputs with these; None for N(0, I).
+        relative: divide by E‖f(Wx + b)‖².
 
     Raises:
-        ConfigError: shapes that do not fit, an unknown activation: all at once.
+        ConfigError: mismatched shapes, an unknown activation: all at once.
         NumericalError: a NaN or infinity among the tensors.
     """
     new_bias = bias if new_bias is None else new_bias
@@ -125,5 +125,5 @@ def risk(
 
 
 def ratio(risk: float, energy: float) -> float:
-    """risk/energy; a layer that is 0 everywhere is met exactly (0) or not at all (infinity)."""
+    """Return risk/energy; for a layer that is 0 everywhere, 0 if it is matched exactly, else infinity."""
     return risk / energy if energy > 0 else 0.0 if risk == 0 else math.inf

@@ -5,11 +5,11 @@ With t = ‖w‖, bias b and correlation ρ, the best f(m + s u) for f(b + t v) 
     E[(f(m + su) − f(b + tv))²] = E[(f(m + su) − T(u))²] + E[f(b + tv)²] − E[T(u)²]
     T(u) = E[f(b + tv) | u] = Σ_k c_k ρ^k h_k(u)
 
-Gauss-Newton steps on quadrature nodes fit s and m of many outputs at once. What remains is the least risk of an output
-as a function of ρ alone (`risk_profiles`): a subspace can be searched without looking at f again.
+Gauss-Newton steps on quadrature nodes fit s and m of many outputs at once. This leaves the minimum risk of an output as
+a function of ρ alone (`risk_profiles`), so a subspace can be searched without evaluating f again.
 
 For positively homogeneous f without biases s = t k(ρ)/k(1), for ReLU t κ(ρ). For other activations by name, without
-biases, s/t is read off a table of (t, ρ) that is made once per process, and costs next to nothing beside an SVD.
+biases, s/t is interpolated in a table of (t, ρ) that is built once per process, at a small fraction of an SVD's cost.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _gauss_hermite() -> tuple[list[float], list[float]]:
 
 
 class _Units:
-    """Outputs f(b + t v) of norms t (n,) and biases b (n,), to be fitted by f(m + s u)."""
+    """Outputs f(b + t v) with norms t (n,) and biases b (n,), to be fitted by f(m + s u)."""
 
     def __init__(self, f: Nonlinearity, target: Tensor, bias: Tensor, fit_mean: bool, nodes: int):
         self.f, self.target, self.bias, self.fit_mean = f, target, bias, fit_mean
@@ -55,7 +55,7 @@ class _Units:
         self.coefficients, self.energy = unit_coefficients(f, target, bias, nodes)
 
     def _wanted(self, rho: Tensor) -> Tensor:
-        """T on the nodes, (n, nodes). The series is cut, which a steep unit shows near ρ = 1: there by smoothing."""
+        """Compute T on the nodes, (n, nodes), by the truncated series, or by smoothing for steep units near ρ = 1."""
         powers = rho.unsqueeze(1) ** torch.arange(DEGREE + 1, device=rho.device)
         wanted = (self.coefficients * powers) @ self.polynomials
         near = rho > 0.9
@@ -78,7 +78,7 @@ class _Units:
         return residual, slope, residual.square() @ self.weights
 
     def fit(self, rho: Tensor, scale: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Damped Gauss-Newton steps from (scale, mean), never to a worse place: s, m and the risk, each (n,)."""
+        """Take damped Gauss-Newton steps that never increase the risk; return s, m and risk, each (n,)."""
         wanted = self._wanted(rho)
         residual, slope, error = self._evaluate(wanted, scale, mean)
         damping, stalled = torch.full_like(scale, 1e-3), torch.zeros_like(scale)
@@ -95,7 +95,7 @@ class _Units:
                 step, shift = p / unit_scale(a), torch.zeros_like(q)
             trial_residual, trial_slope, trial_error = self._evaluate(wanted, scale + step, mean + shift)
             better = trial_error < error
-            # Rounding of the error is about 1e-16 of the energy; a gain of 1e-10 of it is worth another step.
+            # Rounding errors are about 1e-16 of the energy; a gain of 1e-10 of it is worth another step.
             stalled = torch.where(error - trial_error > 1e-10 * self.energy, 0, stalled + 1)
             scale, mean = torch.where(better, scale + step, scale), torch.where(better, mean + shift, mean)
             residual = torch.where(better.unsqueeze(1), trial_residual, residual)
@@ -108,7 +108,7 @@ class _Units:
 
 
 def _blocks(f: Nonlinearity, target: Tensor, bias: Tensor | None) -> list[tuple[slice, _Units]]:
-    """The outputs in blocks of rows that fit the cache."""
+    """Split the outputs into blocks of rows that fit into the cache."""
     nodes = quadrature_nodes(f, target, kinked=512)
     rows = max(1, _CHUNK // nodes)
     slices = [slice(at, at + rows) for at in range(0, len(target), rows)]
@@ -117,7 +117,7 @@ def _blocks(f: Nonlinearity, target: Tensor, bias: Tensor | None) -> list[tuple[
 
 
 def fit_units(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """`best_rows` by Gauss-Newton steps from m = b and the norm that suits ReLU: at s = 0 even functions are stuck."""
+    """Compute `best_rows` by Gauss-Newton steps from m = b and ReLU's norm, since even functions are stuck at s = 0."""
     norms = target * relu_similarity(rho)
     means = torch.zeros_like(target) if bias is None else bias.clone()
     for rows, units in _blocks(f, target, bias):
@@ -126,7 +126,7 @@ def fit_units(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None)
 
 
 def risk_profiles(f: Nonlinearity, target: Tensor, bias: Tensor | None) -> Tensor:
-    """The least risk of each output for every ρ in [0, 1]: coefficients (n, k) of a polynomial, see `profile_risks`."""
+    """Fit polynomials to the minimum risk of each output over ρ in [0, 1]: coefficients (n, k) for `profile_risks`."""
     x = -torch.cos(torch.arange(_PROFILE, dtype=torch.float64) * (math.pi / (_PROFILE - 1))).to(target.device)
     risks = target.new_empty(len(target), _PROFILE)
     for rows, units in _blocks(f, target, bias):
@@ -144,7 +144,7 @@ def profile_risks(profiles: Tensor, rho: Tensor) -> Tensor:
 
 
 def best_rows(f: Nonlinearity, target: Tensor, rho: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The best s (n,) and m (n,) for outputs of norm t (n,), fp64, ρ (n,) in [0, 1] and bias b (n,).
+    """Return the best s (n,) and m (n,) for outputs of norm t (n,), fp64, ρ (n,) in [0, 1] and bias b (n,).
 
     Without biases m is 0, and None is returned.
     """
@@ -168,7 +168,7 @@ def _energy(f: Nonlinearity) -> float:
 @functools.lru_cache(maxsize=32)
 @torch.inference_mode(False)
 def _table(f: Nonlinearity) -> Tensor:
-    """(s/t − cos θ)/sin²θ over (log t, θ): smooth, and what is read from it is exact at ρ = 1."""
+    """Tabulate (s/t − cos θ)/sin²θ over (log t, θ), which is smooth and makes interpolation exact at ρ = 1."""
     t = torch.logspace(math.log10(_SMALLEST), math.log10(_LARGEST), _TABLE, dtype=torch.float64)
     # Slightly off 0, where the quotient is a limit.
     theta = torch.linspace(0, math.pi / 2, _TABLE, dtype=torch.float64).clamp_min(0.02)

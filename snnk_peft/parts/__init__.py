@@ -1,7 +1,7 @@
-"""The parts of a model that can be changed, one file each: everything about a part is in its file.
+"""The parts of a model that can be changed, each in its own file or folder.
 
-A part is a dataclass of options. It plans which module gets which slot (`plan`); its slots say what the place computes,
-how it is fitted and what it folds to. To add one, add a file with `@PARTS.register("name")`.
+A part is a dataclass of options. It plans which module gets which slot (`plan`); its slots define what the module
+computes, how it is fitted and what it folds to. To add one, add a file with `@PARTS.register("name")`.
 """
 
 from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, layers_faults, resolve_layers

@@ -87,19 +87,19 @@ class AdapterPart(FeaturePart):
 
     @property
     def uses_gate(self) -> bool:
-        """True if v exists, with `gate=None` resolved."""
+        """Whether v exists, with `gate=None` resolved."""
         return self.init != "default" if self.gate is None else self.gate
 
     @property
     def effective_scaling(self) -> float:
-        """The factor, with `scaling=None` resolved."""
+        """The scaling factor, with `scaling=None` resolved."""
         if self.scaling is None:
             return 8.0 if self.init == "default" else 1.0
         return self.scaling
 
     @property
     def uses_normalize(self) -> bool:
-        """True if inputs are normalised, with `normalize=None` resolved."""
+        """Whether inputs are normalised, with `normalize=None` resolved."""
         return self.init != "paper" if self.normalize is None else self.normalize
 
     def undrawn(self) -> AdapterPart:
@@ -137,14 +137,14 @@ class AdapterPart(FeaturePart):
 
 def _stage(context: PatchContext, part: AdapterPart, dim: int, site: str) -> FeatureStage:
     normalize = part.uses_normalize
-    # Normalised inputs have length √dim; this gives unit pre-activations. Raw inputs are taken as they are.
+    # Normalised inputs have length √dim; this gives unit pre-activations. Raw inputs are not scaled.
     scale = dim**-0.5 if normalize else 1.0
     stage = context.stage(part, dim, site, normalize=normalize, center=normalize, scale=scale)
-    # Learned rows take the factor themselves: else a step of the optimizer would move them by √dim less than LoRA's.
+    # Learned rows absorb the factor: otherwise an optimizer step would move them by √dim less than LoRA's.
     if stage.feature_map.projection.absorb(scale):
         stage.scale = 1.0
         if not normalize and part.init == "default":
-            # As small as an nn.Linear's rows, U(±dim^-½), begin: raw inputs are long, and a GELU would be a ReLU there.
+            # As small as nn.Linear's initial rows, U(±dim^-½): raw inputs are long, and a GELU would be a ReLU there.
             stage.feature_map.projection.absorb((3 * dim) ** -0.5)
     return stage
 
@@ -202,7 +202,7 @@ def _parallel(context: PatchContext, part: AdapterPart, layer: str, ffn_in: nn.L
 
 
 class Behind(Slot):
-    """adapter(original(x)): the sequential placement."""
+    """The sequential placement, adapter(original(x))."""
 
     alone = False
     by_row = True
@@ -219,13 +219,13 @@ class Behind(Slot):
         return self.adapter.stage, self.adapter.readout
 
     def fold(self, place: FoldPlace) -> None:
-        """x + scaling · v ⊙ (Φ(x) Aᵀ) becomes x + Φ(x) Mᵀ, after the module."""
+        """Fold x + scaling · v ⊙ (Φ(x) Aᵀ) to x + Φ(x) Mᵀ, after the module."""
         matrix = plain_linear(self.adapter.readout.matrix(), None)
         place.put(followed_by(place, FoldedAdapter(self.adapter.stage.simplified(), matrix)))
 
 
 class BesideLinear(Slot, SNNKAdapter):
-    """The adapter of x, added to linear(x) and not to x: beside one Linear, where LoRA puts its two matrices."""
+    """An adapter of x, added to linear(x) instead of x: beside one Linear, like LoRA's two matrices."""
 
     by_row = True
 
@@ -237,7 +237,7 @@ class BesideLinear(Slot, SNNKAdapter):
         return self.stage, self.readout
 
     def fold(self, place: FoldPlace) -> None:
-        """W x + scaling · v ⊙ (Φ(x) Aᵀ) becomes [M, W] [Φ(x), x]."""
+        """Fold W x + scaling · v ⊙ (Φ(x) Aᵀ) to [M, W] [Φ(x), x]."""
         linear = place.module
         if not isinstance(linear, nn.Linear):
             raise no_folded_form(place, self)
@@ -247,9 +247,9 @@ class BesideLinear(Slot, SNNKAdapter):
 
 
 class BesideExpansion(Slot):
-    """[expansion(x), Φ(x)]: the FFN's expansion also emits the features of an adapter beside the FFN.
+    """The FFN's expansion with the features of an adapter beside the FFN, [expansion(x), Φ(x)].
 
-    The FFN is three modules, so the adapter is three slots: the activation lets the features pass, the contraction
+    The FFN is three modules, so the adapter is three slots: the activation passes the features through, the contraction
     reads them out.
     """
 
@@ -278,7 +278,7 @@ class BesideExpansion(Slot):
 
 
 class OnHiddenUnits(Slot):
-    """[activation(h), Φ(x)]: the activation acts on the hidden units only, however many of them another part leaves."""
+    """The FFN's activation on the hidden units only, [activation(h), Φ(x)], however many of them another part keeps."""
 
     lets_pass = True
     by_row = True
@@ -292,7 +292,7 @@ class OnHiddenUnits(Slot):
         return leading(base, x.shape[-1] - self.features, x, *args, **kwargs)
 
     def fold(self, place: FoldPlace) -> None:
-        """Put a `Leading` around the activation; nothing where the expansion's replacement contains it."""
+        """Wrap the activation in a `Leading`; do nothing if the expansion's replacement contains it."""
         if isinstance(place.module, nn.Identity):
             return
         expansion = place.at(self.expansion).module
@@ -303,7 +303,7 @@ class OnHiddenUnits(Slot):
 
 
 class BesideContraction(Slot):
-    """contraction(h) + scaling · v ⊙ (Φ(x) Aᵀ)."""
+    """The FFN's contraction with the adapter's readout, contraction(h) + scaling · v ⊙ (Φ(x) Aᵀ)."""
 
     by_row = True
 
@@ -317,7 +317,7 @@ class BesideContraction(Slot):
         return self.readout(x[..., -features:], base(x[..., :-features], *args, **kwargs))
 
     def fold(self, place: FoldPlace) -> None:
-        """W₂ h + scaling · v ⊙ (Φ(x) Aᵀ) becomes [W₂, M] [h, Φ(x)]."""
+        """Fold W₂ h + scaling · v ⊙ (Φ(x) Aᵀ) to [W₂, M] [h, Φ(x)]."""
         linear = as_linear(place.module)
         if not isinstance(linear, nn.Linear):
             raise no_folded_form(place, self)

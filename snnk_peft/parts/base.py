@@ -1,7 +1,7 @@
-"""The base of parts: options, the plan of a part, and the context in which a plan is made.
+"""Base class of parts: options, the plan of a part, and the context in which a plan is made.
 
-Plain data on the one side: `faults` finds everything that is wrong with the options of a part, whatever the model. On
-the other side `plan`, which finds everything that does not fit a model, and changes nothing.
+`faults` finds all errors in a part's options, independently of the model; `plan` finds everything that does not fit a
+given model, and changes nothing.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Part(NamedOptions):
     """A kind of change to a model: options, and a plan.
 
     Attributes:
-        holds_head: whether it replaces what is inside the task head, which can then not be saved in full.
-        size_fields: options that tell its size, the first that is not None; none: all options do.
+        holds_head: whether it replaces a module inside the task head, which can then not be saved in full.
+        size_fields: options that give its size: the first that is not None. Empty: all options together.
         disables_exactly: whether `disable_adapter` gives the original's output back bit by bit.
-        calls_only: whether it calls the Linears of the model and reads no weight of theirs, so that these may be
+        calls_only: whether it only calls the model's Linears without reading their weights, so that these may be
             quantized.
     """
 
@@ -47,23 +47,23 @@ class Part(NamedOptions):
     calls_only: ClassVar[bool] = False
 
     def faults(self, part: str) -> list[str]:
-        """Everything that is wrong with this part, each message starting with the field's path."""
+        """List all faults of this part, each message starting with the field's path."""
         return option_faults(f"{part}.", self)
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """The changes that this part asks for; nothing is changed.
+        """Return the changes that this part asks for, without changing anything.
 
         Raises:
-            ConfigError: sizes or layers that do not fit the model; all of them.
+            ConfigError: sizes or layers that do not fit the model; lists all of them.
             UnsupportedError: the model has nothing of the kind.
         """
         raise TypeError(f"{type(self).__name__} does not define plan()")
 
     def check_model(self, model: nn.Module) -> None:
-        """UnsupportedError for a model of any family, known or not, that cannot take the part."""
+        """Raise UnsupportedError for a model, of a known family or not, that cannot take the part."""
 
     def undrawn(self) -> Part:
-        """Return a part of the same sizes whose start needs neither the pretrained weights nor a second draw."""
+        """Return a part of equal sizes whose initial values need neither the pretrained weights nor a second draw."""
         return self
 
     def not_drawn(self) -> str | None:
@@ -95,7 +95,7 @@ class Part(NamedOptions):
 
     @classmethod
     def taken_out(cls, model: nn.Module) -> None:
-        """Undo what `Slot.placed` did to the model as a whole, once all slots of all parts were removed."""
+        """Undo the effect of `Slot.placed` on the model as a whole, once all slots of all parts are removed."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ class FeaturePart(Part):
     """A part that consists of feature maps; `FeatureMapSpec` checks their options.
 
     Attributes:
-        attends: whether its feature maps are of queries and keys.
+        attends: whether its feature maps are for queries and keys.
     """
 
     attends: ClassVar[bool] = False
@@ -132,7 +132,7 @@ class FeaturePart(Part):
         return faults + layers_faults(f"{part}.layers", self.layers)
 
     def feature_map_spec(self, **known: Any) -> FeatureMapSpec:
-        """The feature map of this part, as far as the config decides it.
+        """Return the specification of this part's feature map, as far as the config determines it.
 
         Args:
             **known: further fields of `FeatureMapSpec`: dim, seed, site, save.
@@ -142,12 +142,12 @@ class FeaturePart(Part):
 
     @property
     def needs_layer(self) -> bool:
-        """True if rows are taken from a pretrained layer."""
+        """Whether rows are taken from a pretrained layer."""
         return self.feature_map_spec().needs_layer
 
     @property
     def of_attention(self) -> bool:
-        """True if rows are computed from queries and keys."""
+        """Whether rows are computed from queries and keys."""
         return self.projection in PROJECTIONS and PROJECTIONS[self.projection].of_attention
 
     def not_drawn(self) -> str | None:
@@ -160,9 +160,9 @@ class Patch:
 
     Args:
         path: the module to change.
-        build: creates the slot, once all plans have been found possible. None changes nothing.
+        build: creates the slot, once all plans have proved possible. None changes nothing.
         train: whether the module itself is trained as well (and saved in full).
-        replaces: whether the slot takes the module's place; no other part may do so as well.
+        replaces: whether the slot replaces the module; no other part may then replace it.
         around_head: whether the module is a task head, which is trained inside the slot around it.
     """
 
@@ -178,11 +178,11 @@ class PatchContext:
     """The model being patched and the options that all parts share.
 
     Args:
-        model: a transformers model, or any module for parts that need no family.
-        seed: seed of all draws.
+        model: a transformers model, or any module if the part needs no family.
+        seed: seed of all random draws.
         save_projection: whether matrices W are saved.
-        where: name of the planned part in messages.
-        filled: whether a checkpoint provides all values, so that no initial values are computed.
+        where: name of the planned part for messages.
+        filled: whether a checkpoint provides all values, so that initial values need not be computed.
     """
 
     model: nn.Module
@@ -193,14 +193,14 @@ class PatchContext:
 
     @property
     def family(self) -> ModelFamily:
-        """Where the modules of the model are; UnsupportedError if it is unknown."""
+        """The model's family, with its module paths; UnsupportedError if it is unknown."""
         return family_of(self.model)
 
     def modules(self, kind: type[nn.Module], pattern: str = "*") -> dict[str, nn.Module]:
-        """The modules of a class whose path matches a pattern ("*" for anything), wherever they are in the model.
+        """Return the modules of a class, anywhere in the model, whose path matches a pattern ("*" for any).
 
         Args:
-            kind: their class; for nn.Linear, transformers' Conv1D counts as one.
+            kind: their class; nn.Linear includes transformers' Conv1D.
             pattern: see `matches`.
 
         Raises:
@@ -216,7 +216,7 @@ class PatchContext:
         return matching
 
     def linear(self, path: str, what: str, called: bool = False) -> nn.Linear:
-        """Return the nn.Linear at `path`; UnsupportedError if it is none, or quantized and not just `called`."""
+        """Return the nn.Linear at `path`; UnsupportedError if it is not one, or quantized and not just `called`."""
         module = module_at(self.model, path, what)
         whole = [tensor for tensor in (*module.parameters(), *module.buffers()) if not tensor.is_floating_point()]
         if whole and not called:
@@ -228,10 +228,10 @@ class PatchContext:
         return module_at(self.model, path, what, nn.Linear)  # type: ignore[return-value]
 
     def require_plain_ffn(self, what: str) -> None:
-        """UnsupportedError unless the family's FFN is one expansion and an activation module.
+        """Raise UnsupportedError unless the family's FFN is one expansion and an activation module.
 
         Args:
-            what: the part that cannot be used otherwise, and what to use instead.
+            what: the part that requires it, and an alternative.
         """
         fault = None
         if self.family.gated:
@@ -256,14 +256,14 @@ class PatchContext:
         importance: Any = None,
         **options: Any,
     ) -> FeatureStage:
-        """The feature stage of `part` for inputs of length `dim`.
+        """Build the feature stage of `part` for inputs of length `dim`.
 
         Args:
-            part: names component, projection, number of features and their parameters.
+            part: defines component, projection, number of features and their parameters.
             dim: length of the inputs.
-            site: name of the place; decides the draw together with the seed.
-            source: the pretrained layer that the features stand in for, if there is one.
-            importance: (rows,) how much each row of that layer matters.
+            site: name of the place; determines the draw together with the seed.
+            source: the pretrained layer that the features replace, if there is one.
+            importance: weight of each row of that layer, (rows,).
             **options: passed to `FeatureStage`.
         """
         spec = part.feature_map_spec(dim=dim, seed=self.seed, site=site, save=self.save_projection)
@@ -275,16 +275,16 @@ class PatchContext:
         return [self.stage(part, dim, site).feature_map for site in sites]
 
     def input_statistics(self, path: str, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean and standard deviation of what a LayerNorm passes on, from its bias and weight alone; fp32, CPU."""
+        """Return mean and standard deviation of a LayerNorm's outputs, from its bias and weight alone; fp32, CPU."""
         norm = module_at(self.model, path, what, nn.LayerNorm)
         with at_hand(norm):
             weight, bias = wide_on_cpu(norm.weight), wide_on_cpu(norm.bias)  # type: ignore[arg-type]
-        # A norm may switch a coordinate off; a floor keeps its reciprocal finite.
+        # A norm may zero a coordinate; a floor keeps its reciprocal finite.
         return bias, weight.abs().clamp_min(1e-3 * weight.abs().max().clamp_min(1e-6))
 
 
 def refuse_offloaded(what: str, modules: Iterable[nn.Module]) -> None:
-    """ConfigError if modules that are fitted have their tensors elsewhere: a fit would not last there."""
+    """Raise ConfigError if modules to be fitted are offloaded, since a fit would not be stored there."""
     if any(offloaded(module) for module in modules):
         raise ConfigError(
             f"{what} are offloaded to memory or disk, where a fit would not last; expected them beside the model. "
@@ -293,7 +293,7 @@ def refuse_offloaded(what: str, modules: Iterable[nn.Module]) -> None:
 
 
 def shares_of(whole: int, shares: Sequence[float]) -> list[int]:
-    """Sizes that are these shares of a whole, at least 1 and less than all."""
+    """Return sizes that are these shares of a whole, at least 1 and less than the whole."""
     return sorted({max(1, round(whole * share)) for share in shares} - {whole}) if whole else []
 
 
@@ -306,7 +306,7 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def layers_faults(where: str, layers: object) -> list[str]:
-    """Messages if `layers` is neither "all", "top-K", "bottom-K" nor a list of indices."""
+    """List the faults of `layers` unless it is "all", "top-K", "bottom-K" or a list of indices."""
     if isinstance(layers, str) and (layers == "all" or re.fullmatch(r"(top|bottom)-[1-9]\d*", layers)):
         return []
     if isinstance(layers, (list, tuple)) and layers and all(type(i) is int and i >= 0 for i in layers):
@@ -317,7 +317,7 @@ def layers_faults(where: str, layers: object) -> list[str]:
 
 
 def resolve_layers(where: str, layers: str | list[int], total: int) -> tuple[list[int], list[str]]:
-    """Layer indices for a model of `total` layers, and the messages for those it does not have."""
+    """Return layer indices for a model of `total` layers, and messages for those it does not have."""
     if layers == "all":
         return list(range(total)), []
     if isinstance(layers, str):

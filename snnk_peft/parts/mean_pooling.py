@@ -1,10 +1,10 @@
-"""Mean pooling: pooler or task head read the mean over the tokens instead of [CLS], for checkpoints trained that way.
+"""Mean pooling: the pooler or task head reads the mean over the tokens instead of [CLS], for models trained that way.
 
     pooler(h₁)   becomes   pooler(Σ_t m_t h_t / Σ_t m_t)        h of the last layer, m 0 at padding
 
-Nothing is trained here and nothing stored: the last layer gives the mean in the first token's place
-(`layers/folded.py`), in a bundle as well. Beside a `PoolerPart`, whose features are then those of the mean, or
-with the pooler trained as it is (`modules_to_save=["pooler", "classifier"]`).
+Nothing is trained or stored: the last layer returns the mean in the first token's place (`layers/folded.py`), in a
+bundle as well. It combines with a `PoolerPart`, whose features are then those of the mean, or with training the
+original pooler (`modules_to_save=["pooler", "classifier"]`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from snnk_peft.parts.base import Part, Patch, PatchContext
 @documented
 @dataclass
 class MeanPoolingPart(Part):
-    """Mean pooling: pooler or task head read the mean of the last layer's tokens, padding excluded, instead of [CLS].
+    """Mean pooling: the pooler or task head reads the mean of the last layer's real tokens instead of [CLS].
 
     For text encoders without a norm after the last layer (BERT, RoBERTa, DistilBERT, ELECTRA, MPNet and variants). The
     mean replaces the first token in the model's last hidden states.
@@ -53,7 +53,7 @@ class MeanPoolingPart(Part):
 
 
 class MeanFirst(Slot):
-    """The last layer, with the mean over its tokens in the first one's place."""
+    """Slot of the last layer that puts the mean over the tokens in the first one's place."""
 
     def forward(self, base: Base, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on x (B, L, width), and put the mean in the first token's place."""

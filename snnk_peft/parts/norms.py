@@ -1,10 +1,10 @@
-"""Normalisation layers trained along: gains and biases of every LayerNorm or RMSNorm, a few thousand parameters.
+"""Training of normalisation layers: gains and biases of every LayerNorm or RMSNorm, a few thousand parameters.
 
     y = g ⊙ (x − mean) / std + b        g and b are trained; nothing is added
 
-By themselves (Zhao et al. 2023, "Tuning LayerNorm in Attention") or beside an adapter. The backward pass goes down to
-the lowest of them: those of the embeddings cost it the queries, keys and values of the first layer; `targets` or
-`layers` can leave them out.
+On their own (Zhao et al. 2023, "Tuning LayerNorm in Attention") or together with an adapter. The backward pass goes
+down to the lowest of them: for those of the embeddings it includes the queries, keys and values of the first layer;
+`targets` or `layers` can exclude them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, match
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True for a LayerNorm or RMSNorm with a gain, from torch or transformers."""
+    """Return whether a module is a LayerNorm or RMSNorm with a gain, from torch or transformers."""
     weight = getattr(module, "weight", None)
     named = type(module).__name__.lower().endswith(("layernorm", "rmsnorm", "layernorm2d"))
     return (named or isinstance(module, (nn.LayerNorm, nn.RMSNorm))) and isinstance(weight, nn.Parameter)
@@ -36,7 +36,7 @@ def is_norm(module: nn.Module) -> bool:
 class NormsPart(Part):
     """Gains and biases of normalisation layers are trained, as part of the adapter: saved, switched, disabled with it.
 
-    A bundle has the trained values in the layers that the model has anyway.
+    A bundle has the trained values in the model's existing layers.
     """
 
     calls_only: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Budgets as users write them: "2x", or the share of the cost that may remain."""
+"""Budgets as users write them: "2x", or the share of the cost to keep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 def share_of(budget: object) -> tuple[float, str | None]:
-    """The share of the original's cost that may remain, in (0, 1), and what is wrong with the budget, if anything."""
+    """Return the share of the original's cost to keep, in (0, 1), and the fault of the budget, if any."""
     share = math.nan
     if isinstance(budget, str) and (times := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*[xX×]\s*", budget)):
         share = 1 / float(times[1]) if float(times[1]) else math.nan
@@ -22,7 +22,7 @@ def share_of(budget: object) -> tuple[float, str | None]:
 
 
 def _meant(budget: object) -> str:
-    """A question about a number above 1, or nothing."""
+    """Return a "did you mean" for a number above 1, or an empty string."""
     try:
         factor = float(budget)  # type: ignore[arg-type]
     except (TypeError, ValueError):

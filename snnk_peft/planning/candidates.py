@@ -1,4 +1,4 @@
-"""Candidates: a model with all of them, none active, and the places that they compete for."""
+"""Candidates: a model with all of them, none active, and the places for which they compete."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shared_copy(model: nn.Module) -> Any:
 
 
 def share_tensors(bundled: nn.Module, original: nn.Module) -> None:
-    """Tensors that a bundle copied unchanged become those of the original."""
+    """Replace tensors that a bundle copied unchanged by those of the original."""
     own = original.state_dict()
     for name, tensor in bundled.state_dict(keep_vars=True).items():
         same = own.get(name)
@@ -47,21 +47,21 @@ def share_tensors(bundled: nn.Module, original: nn.Module) -> None:
 
 
 class Template:
-    """A part in all layers that it may change, in a copy of the model; nothing is active until it is asked for.
+    """A part in all layers that it may change, in a copy of the model; nothing is active until requested.
 
     Raises:
-        ConfigError, UnsupportedError: the model cannot take the part, or it cannot be planned.
+        ConfigError, UnsupportedError: the model does not support the part, or it cannot be planned.
 
     Attributes:
-        name: of the part and its size.
+        name: name of the part with its size.
         root: the patched transformers model.
         layers: paths of the Transformer layers.
-        groups: the wrapped modules of each layer by their paths; those of a part outside of the layers under None.
+        groups: the wrapped modules of each layer by path; those of a part outside the layers under None.
     """
 
     def __init__(self, part: Part, model: nn.Module, seed: int):
         self.part = part
-        # The start is overwritten by the fit.
+        # The initial values are overwritten by the fit.
         config = SNNKConfig(parts=[part.undrawn()], seed=seed, modules_to_save=[])
         self.model = get_snnk_model(shared_copy(model), config).eval()
         self.root: Any = self.model.get_base_model()
@@ -82,7 +82,7 @@ class Template:
 
     @property
     def name(self) -> str:
-        """Such as "ffn 64"."""
+        """The name of the part with its size, such as "ffn 64"."""
         return f"{part_name(type(self.part))} {self.part.size_in_words()}"
 
     def of_layers(self, chosen: Sequence[int | None]) -> Part:
@@ -90,13 +90,13 @@ class Template:
         return part if None in chosen else dataclasses.replace(part, layers=list(chosen))
 
     def activate(self, group: int | None, nothing: bool = False) -> None:
-        """One group and no other is in use."""
+        """Activate one group and no other."""
         for key, slots in self.groups.items():
             for layer in slots.values():
                 layer._disable_adapters = nothing or key != group
 
     def changed(self, group: int | None) -> set[str]:
-        """Paths of everything that a group changes."""
+        """Return the paths of everything that a group changes."""
         paths = set()
         for path, layer in self.groups[group].items():
             for slot in _slots(layer):
@@ -116,11 +116,11 @@ class Template:
 
 
 def default_templates(model: nn.Module, length: int, seed: int) -> list[Template]:
-    """Collect the candidates of all kinds of parts, except kinds that the model cannot take.
+    """Collect the candidates of all kinds of parts that the model supports.
 
     Raises:
         UnsupportedError: an unknown family.
-        ConfigError: the model can take none.
+        ConfigError: the model supports none.
     """
     family_of(model)
     templates: list[Template] = []
@@ -143,7 +143,7 @@ def _slots(layer: SlotLayer) -> list[Slot]:
 
 
 def places(templates: Sequence[Template]) -> Places:
-    """(layer, the templates that compete for one place in it): those that change the same module, or one inside it."""
+    """Return pairs (layer, competing templates): those that change the same module in it, or one inside it."""
     result: Places = []
     keys: dict[int | None, None] = {key: None for template in templates for key in template.groups}
     for key in sorted(keys, key=lambda key: -1 if key is None else key):
@@ -166,7 +166,7 @@ def _overlap(one: set[str], other: set[str]) -> bool:
 
 @contextmanager
 def replayed(root: nn.Module, outputs: Mapping[str, Any]) -> Iterator[None]:
-    """Skip layers in a context: they return their known outputs."""
+    """Skip layers in a context, returning their known outputs."""
     layers = [(root.get_submodule(path), output) for path, output in outputs.items()]
     for layer, output in layers:
         layer.forward = lambda *args, output=output, **kwargs: output

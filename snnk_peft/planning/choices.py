@@ -1,4 +1,4 @@
-"""What a plan chooses among: measured candidates, the sizes between them, and the best choice of each cost."""
+"""The choices of a plan: measured candidates, the sizes between them, and the best choice at each cost."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class Candidate:
     """Measurements of one part in one place.
 
     Args:
-        layer: index of the Transformer layer, or None for a part outside of the layers.
+        layer: index of the Transformer layer, or None for a part outside the layers.
         part: name of the part.
         size: its size: rows, dimensions or the like.
         saved: share of the original's cost that it saves.
-        fit_error: normalised squared error of what it replaces, on held-out tokens; None where nothing is fitted.
-        output_error: what it alone does to the model's answers, see `plan`.
+        fit_error: normalised squared error at the replaced module, on held-out tokens; None if nothing is fitted.
+        output_error: its effect alone on the model's answers, see `plan`.
         chosen: whether it is part of the plan.
-        place: number of the place; of the candidates of one place one is chosen at most.
-        kind: index in `Plan.kinds`: its options but for the size.
-        between: whether nothing was measured for this size, and the figures lie between those of its neighbours.
+        place: index of the place; at most one candidate per place is chosen.
+        kind: index in `Plan.kinds`: its options apart from the size.
+        between: whether this size was not measured, but interpolated between its neighbours.
     """
 
     layer: int | None
@@ -45,12 +45,12 @@ class Candidate:
 
 
 class Choices:
-    """The choices that no other beats in both cost and error.
+    """The Pareto-optimal choices in cost and error.
 
     Args:
-        candidates: those that were measured, those of a place together, and in it those of a kind.
-        kinds: the parts they are sizes of, on any layers.
-        seed: of the configs.
+        candidates: the measured ones, grouped by place and, within a place, by kind.
+        kinds: the parts of which they are sizes, on any layers.
+        seed: seed of the configs.
 
     Attributes:
         points: from the original to the cheapest choice.
@@ -81,7 +81,7 @@ class Choices:
         return between([Measured(number(each.size), each.saved, each.output_error, fit) for each, fit in figures])
 
     def _chosen(self, point: Point) -> list[tuple[int, int, Measured]]:
-        """(number of the place, kind, size) of what is not the original."""
+        """Return (index of the place, kind, size) for the places that are not the original."""
         taken = zip(range(len(self.offers)), self.offers, point.chosen, strict=True)
         return [(place, *offers[index]) for place, offers, index in taken if index >= 0]
 
@@ -96,7 +96,7 @@ class Choices:
         return SNNKConfig(parts=parts, seed=self.seed, modules_to_save=[])
 
     def marked(self, point: Point) -> list[Candidate]:
-        """The candidates, those of a choice marked, and beside them the sizes between that it takes."""
+        """Return the candidates with those of a choice marked, including the interpolated sizes that it uses."""
         taken = {(self.places[place], kind): size for place, kind, size in self._chosen(point)}
         result: list[Candidate] = []
         for (place, kind), members in itertools.groupby(self.candidates, key=lambda each: (each.place, each.kind)):
@@ -112,5 +112,5 @@ class Choices:
 
 
 def named(part: Part) -> dict[str, object]:
-    """A part as plain data."""
+    """Return a part as plain data."""
     return {"part": part_name(type(part)), **dataclasses.asdict(part)}

@@ -1,8 +1,8 @@
-"""Which candidate in which place: the least total error for every total cost, exactly (a knapsack by dynamic program).
+"""Choice of candidates: the least total error for every total cost, exactly (a knapsack by dynamic programming).
 
-Places are independent: each takes the original or one of its candidates, costs and errors add up. After some places the
-least error of every total saving is known; savings are counted in 1/20000 of the original's cost, rounded down, so that
-a choice never costs more than it says.
+Places are independent: each takes the original or one of its candidates; costs and errors add up. The program keeps the
+least error for every total saving over the places so far; savings are in units of 1/20000 of the original's cost,
+rounded down, so that a choice never costs more than stated.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ STEPS = 20_000
 
 
 class Offer(NamedTuple):
-    """A candidate in a place.
+    """A candidate for a place.
 
     Attributes:
         saved: share of the original's cost that it saves.
-        error: what it does to the model's output.
+        error: its error in the model's output.
     """
 
     saved: float
@@ -29,12 +29,12 @@ class Offer(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A choice that no other beats in both.
+    """A Pareto-optimal choice.
 
     Attributes:
         cost: share of the original's cost that remains.
         error: sum over the places.
-        chosen: per place the index of the offer, -1 for the original.
+        chosen: for each place the index of the offer, -1 for the original.
     """
 
     cost: float
@@ -43,13 +43,13 @@ class Point(NamedTuple):
 
 
 def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
-    """All choices that no other beats in both cost and error; equal ones by the earlier offer.
+    """Return all Pareto-optimal choices in cost and error; ties go to the earlier offer.
 
     Args:
-        places: the offers of each place; what saves nothing, or errs by no finite number, is not taken.
+        places: the offers for each place; those that save nothing, or whose error is not finite, are ignored.
 
     Returns:
-        From the original on, which is there even if something cheaper errs as little.
+        The choices, starting with the original, which is included even if a cheaper choice has no larger error.
 
     Example:
         >>> [point.chosen for point in pareto([[Offer(0.2, 0.1), Offer(0.3, 0.4)], [Offer(0.2, 0.2)]])]
@@ -71,7 +71,7 @@ def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
         best = errors.argmin(0)
         least = errors[best, np.arange(len(best))]
         taken.append((best, [(number, steps) for number, steps, _ in options]))
-    # From the most saved on, whatever errs less than all that saves more.
+    # From the largest saving on, every choice with a smaller error than all that save more.
     before = np.minimum.accumulate(np.append(least, np.inf)[::-1])[-2::-1]
     points = []
     for saved in np.flatnonzero(least < before):
@@ -86,10 +86,10 @@ def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
 
 
 def apart(points: Sequence[Point], stride: float) -> list[Point]:
-    """Thin out the points of `pareto`: of those whose savings fall into the same stride, keep the cheapest.
+    """Thin out the points of `pareto`: keep the cheapest of those whose savings fall into the same stride.
 
     Args:
-        points: from the original on, which stays, as does the last.
+        points: starting with the original, which is kept, as is the last.
         stride: share of the original's cost; 0 keeps all.
     """
     if stride <= 0:

@@ -1,4 +1,4 @@
-"""Costs in MACs, bytes or seconds: the savings of single candidates, and what a choice of them leaves."""
+"""Costs in MACs, bytes or seconds: the savings of single candidates, and the remaining cost of a choice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GRAIN = 0.005  # of the original's time, or a 32nd of the largest saving: saving
 
 def macs(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> Cost:
     """Count the MACs of one forward pass."""
-    # Here, because it takes in torch's own counters, which would slow down the import of the package.
+    # Imported here, because torch's counters would slow down the import of the package.
     from snnk_peft.cost.meter import Meter
 
     with Meter() as meter:
@@ -37,7 +37,7 @@ def macs(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) -> C
 
 
 def stored_bytes(model: nn.Module, paths: Sequence[str]) -> Cost:
-    """Bytes of the tensors of a state dict, shared ones once; arguments as in `macs`."""
+    """Return the bytes of a state dict's tensors, shared ones once; arguments as for `macs`."""
     seen: dict[int, tuple[str, int]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         seen.setdefault(id(tensor), (name, tensor.numel() * tensor.element_size()))
@@ -46,7 +46,7 @@ def stored_bytes(model: nn.Module, paths: Sequence[str]) -> Cost:
 
 
 class Measure:
-    """Cost measurements on one kind of inputs."""
+    """Cost measurements on given inputs."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], of: str, timings: Any):
         self.original, self.inputs, self.of, self.timings = shared_copy(model), inputs, of, Timings(timings)
@@ -66,13 +66,13 @@ class Measure:
         self.allowance = Allowance(LIMIT)
 
     def savings(self, templates: Sequence[Template]) -> list[dict[int | None, float]]:
-        """Per template and group the share of the original's cost that is saved."""
+        """Return, per template and group, the share of the original's cost that is saved."""
         paths = templates[0].layers
         bundles: dict[str, nn.Module] = {"": self.original}
         bundles |= {str(number): template.folded() for number, template in enumerate(templates)}
         if self.of == "bytes":
             return _shares_saved([stored_bytes(bundle, paths) for bundle in bundles.values()], templates)
-        # Shares of the MACs are those of any example, and latency needs them only to tell sizes apart.
+        # Shares of the MACs are equal for all examples, and latency only needs them to tell sizes apart.
         given = next(split(self.inputs, 1)) if self.of == "latency" else self.inputs
         counted = [macs(bundle, given, paths) for bundle in bundles.values()]
         shares = _shares_saved(counted, templates)
@@ -82,7 +82,7 @@ class Measure:
         sizes = self._by_kind(templates, enough)
         timed = sorted({number for order in sizes for number in (order[0], order[-1])})
         models = {name: bundles[name] for name in ("", *map(str, timed))}
-        # A layer is known by what it was and what it is: layers that differ in neither take the same time.
+        # A layer is identified by its original and its replacement: layers that differ in neither take the same time.
         built = [
             list(zip(each.layers, stored_bytes(bundle, paths).layers, strict=True))
             for each, bundle in zip(counted, bundles.values(), strict=True)
@@ -113,7 +113,7 @@ class Measure:
 
     @staticmethod
     def _by_kind(templates: Sequence[Template], counted: Sequence[Mapping[int | None, float]]) -> list[list[int]]:
-        """The templates of each kind that save enough, from the one that saves least on."""
+        """Return the templates of each kind that save enough, in the order of increasing savings."""
         kinds: dict[Any, list[int]] = {}
         for number, each in enumerate(counted):
             if each:
@@ -121,7 +121,7 @@ class Measure:
         return [sorted(numbers, key=lambda n: sum(counted[n].values())) for numbers in kinds.values()]
 
     def remaining(self, config: SNNKConfig) -> float:
-        """The share of the original's cost that a config leaves, all parts together."""
+        """Return the share of the original's cost that remains with a config, all parts together."""
         together = _together(config, self.original)
         if self.of == "bytes":
             return stored_bytes(together, ()).whole / stored_bytes(self.original, ()).whole
@@ -141,7 +141,7 @@ class Measure:
 
 
 def _shares_saved(costs: Sequence[Cost], templates: Sequence[Template]) -> list[dict[int | None, float]]:
-    """From the cost of the original, followed by one for each template."""
+    """Compute the savings from the cost of the original, followed by one for each template."""
     original = costs[0]
     return [
         {
@@ -158,7 +158,7 @@ def _described(part: Part) -> dict[str, Any]:
 
 
 def _together(config: SNNKConfig, model: nn.Module) -> nn.Module:
-    """The bundle of a config, before anything is fitted; with the model's tensors where they are the same."""
+    """Build the bundle of a config, before anything is fitted, sharing the model's unchanged tensors."""
     if not config.parts:
         return model
     start = SNNKConfig(parts=[part.undrawn() for part in config.parts], seed=config.seed, modules_to_save=[])

@@ -1,4 +1,5 @@
-"""What candidates do to the answers: each alone, predicted from gradients, and all that are chosen, measured."""
+"""The effect of candidates on the answers: of each alone, predicted from gradients, and of the chosen ones,
+measured."""
 
 from __future__ import annotations
 
@@ -28,12 +29,12 @@ from snnk_peft.tuner.get_model import get_snnk_model
 def measure_damage(
     templates: Sequence[Template], sample: Sample, answers: Answers, seed: int, tick: Callable[[], Any]
 ) -> Errors:
-    """What each group of each template, all else original, does to the answers on the held-out part of the sample.
+    """Measure the effect of each group of each template alone on the answers for the held-out part of the sample.
 
-    A group inside a layer changes what the layer gives by δ, and the answers of an example by Σ g·δ over its tokens, g
-    the gradient there of `Answers.drawn_loss`: in the mean over the examples, half its square is the divergence. So
-    only the layer itself is run. What stands outside of the layers, or in a layer that runs several times, is run and
-    compared.
+    A group inside a layer changes the layer's output by δ, and the answers of an example by Σ g·δ over its tokens, with
+    g the gradient of `Answers.drawn_loss` there: half its square, averaged over the examples, is the divergence. So
+    only the layer itself is run. For groups outside the layers, or in a layer that runs several times, the model is run
+    and compared.
     """
     root = templates[0].root
     names = [(number, key) for number, template in enumerate(templates) for key in template.groups]
@@ -62,7 +63,7 @@ def measure_damage(
 
 
 def joint_error(model: nn.Module, config: SNNKConfig, sample: Sample, answers: Answers) -> float:
-    """The distance of the held-out answers of the model with all chosen parts, fitted to the rest of the sample."""
+    """Measure the distance of the held-out answers with all chosen parts, fitted to the rest of the sample."""
     if not config.parts:
         return 0.0
     patched: Any = get_snnk_model(shared_copy(model), config)
@@ -85,10 +86,10 @@ def joint_error(model: nn.Module, config: SNNKConfig, sample: Sample, answers: A
 
 
 class _Seen:
-    """One run of the original: its answer, what its layers gave, and the gradients there.
+    """One run of the original: its answers, the outputs of its layers, and the gradients there.
 
     Attributes:
-        gradients: by path; None if a layer runs several times, whose outputs no one gradient belongs to, or if the
+        gradients: by path; None if a layer runs several times, so that its output has no single gradient, or if the
             model cannot be differentiated.
     """
 
@@ -120,11 +121,11 @@ class _Seen:
         self.answer = _detached(answer)
 
     def before(self, key: int | None) -> dict[str, Any]:
-        """The outputs of the layers in front of one; of all if that is None."""
+        """Return the outputs of the layers before the one at index `key`; of all if None."""
         return dict(list(self.outputs.items())[:key])
 
     def response(self, root: nn.Module, path: str, inputs: Mapping[str, Any]) -> float:
-        """Sum over the examples of (Σ g·δ)², δ what the layer at `path` gives in this model beyond what it gave."""
+        """Sum (Σ g·δ)² over the examples, with δ the change of the output of the layer at `path` in this model."""
         assert self.gradients is not None
         gradient, outputs = self.gradients[path], dict(self.outputs)
         if gradient is None:
@@ -141,7 +142,7 @@ class _Seen:
 
 
 class _Scale:
-    """Turns sums of squared responses into the distance of `Comparison`."""
+    """Conversion of sums of squared responses to the distance of `Comparison`."""
 
     def __init__(self, answers: Answers):
         self.answers, self.rows, self.numbers = answers, 0, dict[str, list[torch.Tensor]]()

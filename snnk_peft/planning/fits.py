@@ -1,6 +1,6 @@
-"""Fits of candidates, each to its module, side by side on the inputs of the original's modules.
+"""Fits of candidates, each to its module, on the inputs of the original's modules.
 
-The model runs once for all of them. `calibrate` fits what was chosen again, behind the layers that were converted.
+The model runs once for all of them. `calibrate` fits the chosen ones again, behind converted layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Calls = dict[str, list[tuple[bool, list[Call]]]]
 
 
 def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -> Calls:
-    """Record the arguments of modules, batch by batch; ValueError if the model's outputs hold NaN or infinity."""
+    """Record the arguments of modules, batch by batch; ValueError if an output of the model is NaN or infinite."""
     calls_at: Calls = {path: [] for path in modules}
     caught: dict[str, list[tuple[Any, Any]]] = {path: [] for path in modules}
 
@@ -54,14 +54,14 @@ def listen(model: nn.Module, modules: Mapping[str, nn.Module], sample: Sample) -
 
 
 def _main(outputs: Any) -> torch.Tensor:
-    """The first of a model's outputs that holds real numbers."""
+    """Return the first floating-point output of a model."""
     return next(value for value in outputs.values() if isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
 def sense(
     templates: Sequence[Template], sample: Sample, answers: Answers, tick: Callable[[], Any]
 ) -> dict[str, Sensitivity]:
-    """What the answers depend on, wherever a fit is judged; nothing of a model that cannot be differentiated."""
+    """Measure the sensitivity of the answers wherever a fit's error is measured; empty if there are no gradients."""
     root, judged = templates[0].root, set[str]()
     for template in templates:
         for key, group in template.groups.items():
@@ -81,11 +81,10 @@ def sense(
 def fit_all(
     templates: Sequence[Template], sample: Sample, sensed: Mapping[str, Sensitivity], tick: Callable[[int], Any]
 ) -> Errors:
-    """Fit every slot of templates that can be fitted, in the metric of the answers where that is known.
+    """Fit every slot of templates that can be fitted, in the metric of the answers if it is known.
 
     Returns:
-        The normalised error on the held-out part: by number of the template and layer, where there is one; of several
-        modules, the mean.
+        The normalised error on the held-out part, by index of the template and layer; for several modules, the mean.
     """
     places = [
         (number, key, path, layer)
@@ -129,7 +128,7 @@ def _fitted(template: Template, key: int | None, layer: SlotLayer) -> bool:
 
 
 class _KeptCalls:
-    """Kept calls in the form that a fitter reads, as often as it likes."""
+    """Recorded calls in the form that a fitter reads, any number of times."""
 
     def __init__(self, fitter: Fitter, calls: Any, weights: Callable[[int], Any] | None):
         self.fitter, self.kept, self.weights = fitter, calls, weights

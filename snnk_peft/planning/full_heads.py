@@ -1,10 +1,11 @@
-"""Which key heads of a decoder need all their keys: what opening a gate per head gains, by one gradient.
+"""Choice of the key heads of a decoder that need all their keys: the gain of opening a gate per head, by one gradient.
 
     out_h(a) = (1 − a_h) · softmax over window and sinks + a_h · softmax over all keys,      a = ½ everywhere
     need_h   = −∂/∂a_h KL(original ‖ gated)
 
-once on texts as they are, once on texts in which a passage comes back after another, whose second coming can only be
-predicted by looking back. Both are divided by their sum and added up. No label is read, and no weight changes.
+once on texts as they are, once on texts in which a passage is repeated after another one, so that the repetition can
+only be predicted by attending back. Both are divided by their sum and added. No labels are needed, and no weights
+change.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ FEATURES = 16  # of each query head in `cache_part`
 def cache_part(
     model: nn.Module, batches: Sequence[Batch], share: float, *, seed: int = 0, progress: bool = True
 ) -> AttentionPart:
-    """Return what keeps a share of a decoder's cache: a few full heads, and window, sinks and features elsewhere.
+    """Return a part that keeps a share of a decoder's cache: a few full heads; window, sinks and features elsewhere.
 
     Args:
         model, batches, seed, progress: as in `choose_full_heads`.
-        share: of the bytes that keys and values in half precision take behind the longest text that the model reads, in
+        share: share of the bytes of keys and values in half precision after the longest text that the model reads, in
             (0, 1).
 
     Raises:
-        ConfigError: a share that window, sinks and features alone exceed; and as `choose_full_heads`.
+        ConfigError: a share that window, sinks and features alone exceed; and as for `choose_full_heads`.
     """
     family = family_of(model)
     config: Any = family.config_of(model)
@@ -78,7 +79,7 @@ def cache_part(
     layers = len(family.layer_paths(model))
 
     def bytes_with(heads: Sequence[list[int]]) -> int:
-        """Of a cache in which these are full; a layer of which all are stays as it was."""
+        """Return the bytes of a cache with these full heads; a layer whose heads are all full stays as it was."""
         full = [sum(layer == index for layer, _ in heads) for index in range(layers)]
         return sum(groups * length * token if n == groups else n * whole + (groups - n) * least for n in full)
 
@@ -103,23 +104,24 @@ def choose_full_heads(
     seed: int = 0,
     progress: bool = True,
 ) -> list[list[int]]:
-    """Return the key heads of a decoder that recall from far back, for `AttentionPart(full_heads=...)`.
+    """Return the key heads of a decoder that attend far back, for `AttentionPart(full_heads=...)`.
 
     Args:
-        model: a causal language model of transformers, as it was pretrained. It is left as it was.
-        batches: of model inputs with `input_ids`, texts much longer than `near_field`, together 1,500 tokens or more.
-        share: of all key heads that keep softmax, in (0, 1).
-        near_field: width of the window that the others will have.
-        sinks: first tokens that they will see.
-        seed: of the passages that come back.
+        model: a pretrained causal language model of transformers. It is not changed.
+        batches: model inputs with `input_ids`, texts much longer than `near_field`, with at least 1,500 tokens in
+            total.
+        share: share of all key heads to keep softmax, in (0, 1).
+        near_field: width of the window of the others.
+        sinks: number of first tokens that they see.
+        seed: seed of the repeated passages.
         progress: show a progress bar.
 
     Returns:
-        Pairs [layer, key head], those that need far keys most first.
+        Pairs [layer, key head], those with the greatest need of far keys first.
 
     Raises:
         ConfigError: bad arguments; too little text.
-        UnsupportedError: no decoder, or one whose attention cannot be exchanged.
+        UnsupportedError: not a decoder, or one whose attention cannot be replaced.
 
     Example:
         >>> import torch
@@ -167,14 +169,15 @@ def choose_full_heads(
 
 @torch.no_grad()
 def recall(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> float | None:
-    """Return the share of the tokens of a passage that are the most likely ones where it comes back after other text.
+    """Return the share of a passage's tokens that are predicted correctly when it is repeated after other text.
 
-    Behind its first tokens, by which it is recognised. None where the texts are too few, or the model reads too little.
+    The first tokens, by which it is recognised, are not counted. None if there is too little text, or the model's
+    maximum length is too short.
 
     Args:
         model: a causal language model, plain or converted.
         batches: of model inputs with `input_ids`.
-        seed: of the passages.
+        seed: seed of the passages.
     """
     config: Any = getattr(model, "config", None)
     most = getattr(config, "max_position_embeddings", None) or LENGTH
@@ -193,7 +196,7 @@ Texts = list[tuple[Tensor, int]]  # tokens (1, L), and the first position whose 
 
 
 def _rows(batches: Sequence[Batch]) -> list[Tensor]:
-    """The tokens of each text, without padding."""
+    """Return the tokens of each text, without padding."""
     rows = []
     for batch in batches:
         ids, mask = batch["input_ids"].cpu(), batch.get("attention_mask")
@@ -202,7 +205,7 @@ def _rows(batches: Sequence[Batch]) -> list[Tensor]:
 
 
 def _returning(stream: Tensor, between: int, generator: torch.Generator) -> Texts:
-    """Texts in which a passage comes back after so many other tokens."""
+    """Build texts in which a passage is repeated after `between` other tokens."""
     found = []
     for _ in range(DRAWS):
         begin = int(torch.randint(len(stream) - PASSAGE - between + 1, (), generator=generator))
@@ -213,7 +216,7 @@ def _returning(stream: Tensor, between: int, generator: torch.Generator) -> Text
 
 
 def _texts(batches: Sequence[Batch], near: int, generator: torch.Generator, most: int | None) -> list[Texts]:
-    """Texts as they are, and texts with a passage that comes back."""
+    """Return texts as they are, and texts with a repeated passage."""
     rows = _rows(batches)
     longest = LENGTH if most is None else min(LENGTH, most)
     plain, stream = sorted(rows, key=len, reverse=True)[:DRAWS], torch.cat(rows)
@@ -232,7 +235,7 @@ def _texts(batches: Sequence[Batch], near: int, generator: torch.Generator, most
 def _needs(
     model: nn.Module, modules: Sequence[Any], gates: Tensor, ids: Tensor, first: int, width: int, sinks: int
 ) -> Tensor:
-    """(layers, key heads): what opening each gate gains, of the divergence at positions from `first` on."""
+    """Compute the gain in divergence at positions from `first` on by opening each gate, (layers, key heads)."""
     with torch.no_grad():
         original = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
     with gated(model, modules, gates, width, sinks):
@@ -242,7 +245,7 @@ def _needs(
 
 
 class Gated:
-    """Takes a KernelAttention's place: a mixture of near and all keys per key head."""
+    """Stand-in for a KernelAttention: a mixture of attention to near and to all keys per key head."""
 
     near_field = None
 
@@ -260,7 +263,7 @@ class Gated:
         scaling: float | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """(B, H, L, D); arguments as in `KernelAttention.forward`."""
+        """Compute (B, H, L, D); arguments as in `KernelAttention.forward`."""
         scaling, repeats = q.shape[-1] ** -0.5 if scaling is None else scaling, q.shape[1] // k.shape[1]
         counts = torch.ones(k.shape[0], k.shape[-2], dtype=torch.bool, device=k.device) if mask is None else mask
         first = counts & (counts.cumsum(-1) <= self.sinks)
@@ -277,7 +280,7 @@ class Gated:
 
 @contextmanager
 def gated(model: Any, modules: Sequence[Any], gates: Tensor, width: int, sinks: int) -> Iterator[None]:
-    """While it lasts, each layer's key heads see all keys as far as their gates (layers, key heads) are open."""
+    """Gate each layer's key heads in a context: open gates (layers, key heads) let them see all keys."""
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(NAME)
@@ -297,7 +300,7 @@ def _itself(gate: Gated) -> Gated:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter takes part in a gradient, so that nothing is kept for it."""
+    """Freeze all parameters in a context, so that no activations are kept for their gradients."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trained:

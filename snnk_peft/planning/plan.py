@@ -1,9 +1,9 @@
-"""plan: which parts, on which layers, with which sizes, for a budget.
+"""plan: choose parts, layers and sizes for a budget.
 
-Every candidate is measured alone: what it saves, and what it does to the answers of the model when everything else is
-the original. Both are then added up, also for sizes between the measured ones. Both sums are checked in the end: the
-chosen parts are measured together, and if that is not the budget, the choice is made again for a larger or smaller one;
-and they are fitted together, to tell what they do to the answers.
+Every candidate is measured alone: its saving, and its effect on the answers of the model when everything else is the
+original. Both are then added up, also for sizes between the measured ones. Both sums are checked at the end: the chosen
+parts are measured together, and if they miss the budget, the choice is repeated for a larger or smaller one; and they
+are fitted together to measure their effect on the answers.
 """
 
 from __future__ import annotations
@@ -61,42 +61,41 @@ def plan(
     For each candidate in each layer its saving is measured, and its error on held-out batches with only this layer
     converted and fitted: the distance of the answers from the original's, to second order, by the gradients of the
     answers at the layer's output (see `measure_damage`). It is the Kullback-Leibler divergence for logits, 1 − cosine
-    for embeddings (pooled as `pooling` says), the squared error relative to the variance for anything else. For
-    sizes between, both are interpolated. The choice of least total error for each cost is exact (a knapsack). Its parts
-    are then measured together; the plan is the choice of least error that meets the budget and spends 97% of it at
-    least, if there is one, fitted in the end to tell what all of its parts do together.
+    for embeddings (pooled by `pooling`), the squared error relative to the variance for anything else. Sizes in between
+    are interpolated. The choice of least total error for each cost is exact (a knapsack). Its parts are then measured
+    together; the plan is the choice of least error that meets the budget and uses at least 97% of it, if there is one,
+    and is finally fitted to measure the joint effect of its parts.
 
     MACs and bytes are exact, so the same arguments give the same plan. Timings vary. Each is the minimum of several
     that alternate with the original's; savings are rounded to steps of 0.5%, and choices are about 1% of the budget
-    apart, so that only a timing at the border of two of these changes a plan, to one that is as near to the budget. On
-    a busy machine give torch one thread, whose own time is then counted. Timings end after `timing_limit` seconds (in
-    the plan's settings) and the least number of rounds, whatever the load. What was measured is remembered as long as
-    the process lives, and with `timings` for as long as that file: the same plan then, in any case.
+    apart, so that only a timing at the border of two steps changes a plan, to one that is as close to the budget. On a
+    busy machine give torch one thread, whose CPU time is then measured. Timings end after `timing_limit` seconds (in
+    the plan's settings) and the minimum number of rounds, whatever the load. Measurements are cached while the process
+    lives, and with `timings` while that file exists, which gives the same plan in any case.
 
     Args:
         model: a transformers model of a known family, without adapters; it is not changed.
-        batches: model-input dicts without labels, as for `calibrate`; three at least.
-        budget: "2x" for half of the original's cost, or the share of it that may remain, in (0, 1).
-        of: "latency" (seconds of a forward pass, measured here and now), "macs" (its multiply-accumulate operations) or
-            "bytes" (of the saved model).
-        parts: the candidates, `FFNPart(num_features=64)` for example; their `layers` say where each is tried. Of parts
-            that differ in their size alone, sizes between are chosen as well. None: FFN, heads, pooler and, for
-            encoders and long sequences, linear attention.
-        inputs: model inputs for which latency and MACs are counted; None for the batch of median size.
-        tokens: about how many of the batches are used; more is slower and more exact.
-        pooling: of an encoder without a head, as in `calibrate`.
-        seed: of all draws, and of the config.
-        timings: a JSON file of measured seconds: read where it knows them, written where it does not. It belongs to a
-            machine; delete it to measure again.
-        check: fit all that was chosen to the sample in the end, and tell its error; `convert`, which fits it to all of
-            the data and compares that, leaves it out.
+        batches: model-input dicts without labels, as for `calibrate`; at least three.
+        budget: "2x" for half of the original's cost, or the share of it to keep, in (0, 1).
+        of: "latency" (seconds of a forward pass, measured on this machine), "macs" (its multiply-accumulate operations)
+            or "bytes" (size of the saved model).
+        parts: the candidates, `FFNPart(num_features=64)` for example, each tried in its `layers`. If parts differ in
+            size alone, sizes in between may be chosen as well. None: FFN, heads, pooler and, for encoders and long
+            sequences, linear attention.
+        inputs: model inputs on which latency and MACs are measured; None for the batch of median size.
+        tokens: approximate number of tokens used; more is slower and more accurate.
+        pooling: pooling of an encoder without a head, as in `calibrate`.
+        seed: seed of all random draws, and of the config.
+        timings: a JSON file that caches measured seconds. It is specific to a machine; delete it to measure again.
+        check: finally fit all chosen parts to the sample and report their error; `convert` skips this, since it fits
+            them to all of the data and compares the result.
         progress: show a progress bar.
 
     Returns:
         A Plan: `get_snnk_model(model, plan.config)`, then `calibrate`, then `bundle`. Print it for a table.
 
     Raises:
-        ConfigError: bad arguments, all of them; a budget that cannot be met, with the nearest that can.
+        ConfigError: all bad arguments; a budget that cannot be met, with the nearest that can.
         UnsupportedError: an unknown family, or a model that is patched, wrapped or quantized already.
 
     Example:
@@ -181,7 +180,7 @@ def _candidates(
     fit_errors: Errors,
     output_errors: Errors,
 ) -> tuple[list[Part], list[Candidate]]:
-    """The kinds, and all that was measured: by place, kind and size."""
+    """Return the kinds, and all measurements by place, kind and size."""
     by_kind: dict[Any, list[int]] = {}
     for number, template in enumerate(templates):
         by_kind.setdefault(kind_of(template.part), []).append(number)
@@ -234,7 +233,7 @@ def _length(inputs: Mapping[str, Any]) -> int:
 def _worth_it(
     templates: Sequence[Template], saved: Sequence[dict[int | None, float]]
 ) -> tuple[list[Template], list[dict[int | None, float]]]:
-    """The templates that save something somewhere; the others need not be fitted."""
+    """Return the templates that save something somewhere; the others need not be fitted."""
     kept = [number for number, each in enumerate(saved) if any(share > 0 for share in each.values())]
     for number in kept:
         for key in [key for key in templates[number].groups if saved[number].get(key, 0.0) <= 0]:

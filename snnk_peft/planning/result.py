@@ -1,4 +1,4 @@
-"""Plan: what `plan` decided, the measurements behind it, and what it predicts; a table, a file, a plot."""
+"""Plan: the decision of `plan`, its measurements and predictions, as a table, a file and a plot."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Plan:
     """The chosen parts, with layers and sizes.
 
     Args:
-        config: for `get_snnk_model`; then `calibrate`.
-        of: what the budget is of: "latency", "macs" or "bytes".
-        budget: the share of the original's cost that may remain.
+        config: the config for `get_snnk_model`, to be followed by `calibrate`.
+        of: unit of the budget: "latency", "macs" or "bytes".
+        budget: the share of the original's cost to keep.
         predicted: "cost", the share that remains, the sum over the places; "speed_up", its reciprocal; "error", the sum
             of the output errors; "measured", the cost of all chosen parts together, before calibration;
             "measured_error", the error of the held-out answers with all of them, fitted to the sample. A plan from `at`
-            has "expected", the cost that parts together should have by what was measured, and no measured ones.
-        candidates: everything that was measured, front to back, and the sizes between that were chosen.
+            has "expected", the predicted cost of all parts together, instead of the measured ones.
+        candidates: all measured candidates, front to back, and the chosen sizes in between.
         curve: the predicted Pareto curve: dicts of "cost" and "error", from the original to the cheapest choice.
-        settings: what the measurements depend on.
-        kinds: the parts that candidates are sizes of, as plain data.
+        settings: the settings that determine the measurements.
+        kinds: the parts of which candidates are sizes, as plain data.
     """
 
     config: SNNKConfig
@@ -54,15 +54,15 @@ class Plan:
     kinds: list[dict[str, Any]] = field(default_factory=list)
 
     def at(self, budget: str | float) -> Plan:
-        """The plan for another budget, from the same measurements: nothing is run.
+        """Return the plan for another budget from the same measurements, without running anything.
 
-        Parts together are expected to save as much more, or less, than each alone as those of this plan did.
+        The joint saving of parts is expected to deviate from the sum of their own by the same ratio as in this plan.
 
         Args:
             budget: as for `plan`.
 
         Raises:
-            ConfigError: no budget, or one that no choice meets; the plan of a version that kept no kinds.
+            ConfigError: an invalid budget, or one that no choice meets; a plan from a version that did not store kinds.
         """
         share, fault = share_of(budget)
         if fault is not None:
@@ -110,11 +110,11 @@ class Plan:
         """Write plan.json, and plan.png with the predicted curve.
 
         Args:
-            folder: is made if need be.
+            folder: created if it does not exist.
             picture: False leaves plan.png out, and needs no matplotlib.
 
         Raises:
-            ConfigError: no path of a folder; matplotlib is not installed; nothing is written.
+            ConfigError: not the path of a folder; matplotlib is not installed; nothing is written.
         """
         target = folder_of("folder", folder)
         drawn = self._draw() if picture else None
@@ -128,10 +128,10 @@ class Plan:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Plan:
-        """Read what `save` wrote.
+        """Read a plan written by `save`.
 
         Raises:
-            ConfigError: no plan.json there, or one that does not hold a plan.
+            ConfigError: no plan.json in the folder, or an invalid one.
         """
         file = folder_of("folder", folder) / FILE
         try:
@@ -208,7 +208,7 @@ class Plan:
 
 
 def _kinds(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The kinds of a stored plan, checked; none in plans of versions that kept none."""
+    """Return the kinds of a stored plan, checked; empty for versions that did not store them."""
     kinds = entries.get("kinds", [])
     if not isinstance(kinds, list):
         raise TypeError(f"kinds is {str(kinds)[:100]!r}")

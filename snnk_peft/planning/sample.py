@@ -1,4 +1,4 @@
-"""The part of the batches that a plan looks at, some of it held out."""
+"""The part of the batches that a plan uses, some of it held out."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ HELD_OUT = 0.4
 
 
 class Sample:
-    """Batches spread evenly over all, of about `tokens` tokens; some of them are held out.
+    """Evenly spaced batches with about `tokens` tokens in total; some of them are held out.
 
     Raises:
-        ConfigError: fewer than three batches, or ones that `calibrate` would refuse.
+        ConfigError: fewer than three batches, or batches that `calibrate` would refuse.
 
     Attributes:
-        batches: (is it held out?, model inputs).
-        middle: the batch of median size of all.
-        tokens: in these batches, about.
-        examples: in these batches.
-        padding: tokens that stand where a mask leaves them out.
+        batches: (held out or not, model inputs).
+        middle: the batch of median size among all.
+        tokens: approximate number of tokens in these batches.
+        examples: number of examples in these batches.
+        padding: token ids at masked positions.
     """
 
     def __init__(self, model: nn.Module, batches: Batches, tokens: int):

@@ -1,4 +1,4 @@
-"""The choice that spends the budget, measured with all of its parts together."""
+"""The choice that uses the budget, measured with all of its parts together."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ STRIDE = 0.01  # of the budget between two choices: what they cost in seconds co
 
 
 def settle(choices: Choices, share: float, measure: Measure) -> tuple[Point, float]:
-    """Return the choice whose parts together cost at most the budget, and as nearly as much as there is, and its cost.
+    """Return the choice whose parts together cost at most the budget, and as close to it as possible, and its cost.
 
-    What parts save together is near to what they save alone: where the first choice costs too much or too little, the
-    next one is where it would be right in proportion, and then halfway between.
+    The joint saving of parts is close to the sum of their own: if the first choice costs too much or too little, the
+    next one corrects it in proportion, and later ones bisect.
 
     Raises:
-        ConfigError: no choice fits.
+        ConfigError: no choice meets the budget.
     """
     points = apart(choices.points, STRIDE * share if measure.of == "latency" else 0.0)
     last = len(points) - 1
@@ -51,19 +51,19 @@ def settle(choices: Choices, share: float, measure: Measure) -> tuple[Point, flo
 
 
 def first(points: Sequence[Point], cost: float) -> int:
-    """The first point that costs no more, or else the last."""
+    """Return the index of the first point that costs no more, or else the last."""
     return next((index for index, point in enumerate(points) if point.cost <= cost + 1e-9), len(points) - 1)
 
 
 def check_reach(most: float, share: float, of: str) -> None:
-    """ConfigError if not enough is saved by the cheapest candidates of all places, which together save `most`."""
+    """Raise ConfigError if the cheapest candidates of all places, which together save `most`, do not save enough."""
     if most <= 0 or 1 - most > share * (ROOM if of == "latency" else 1):
         raise unreachable(1 - most, share, of, "each measured alone")
 
 
 def unreachable(nearest: float, share: float, of: str, how: str) -> ConfigError:
-    """The error for a budget that cannot be met, with the nearest that can."""
-    # What is named has to be reachable when it is given back.
+    """Return the error for a budget that cannot be met, with the nearest that can."""
+    # The budget named here must be reachable when the user passes it.
     nearest = math.ceil(nearest * 1000) / 1000
     met = math.floor(100 / nearest) / 100
     if met > 1:

@@ -1,7 +1,7 @@
-"""Sizes between those that were measured: what a part of such a size saves and how much it errs.
+"""Sizes between measured ones: interpolation of their savings and errors.
 
-A kind is a part up to its size. Savings are linear between two measured sizes; the logarithm of the error is linear in
-the logarithm of the size. An error never grows with the size: measured ones that do are noise, and are replaced by
+A kind is a part up to its size. Savings are interpolated linearly between measured sizes, errors linearly in the
+logarithms of error and size. Errors must not grow with the size: measured ones that do are noise, and are replaced by
 their mean.
 """
 
@@ -21,13 +21,13 @@ WIDEST = 16  # units between two sizes, unless there would be too many
 
 
 class Measured(NamedTuple):
-    """One size of a kind in one place.
+    """Measurements of one size of a kind in one place.
 
     Attributes:
-        size: such as the rows of W.
-        saved: share of the original's cost.
+        size: the size, such as the rows of W.
+        saved: saved share of the original's cost.
         error: of the output.
-        fit_error: of what is replaced, NaN where nothing is fitted.
+        fit_error: error at the replaced module, NaN if nothing is fitted.
     """
 
     size: float
@@ -37,7 +37,7 @@ class Measured(NamedTuple):
 
 
 def size_of(part: Part) -> tuple[str, float] | None:
-    """The option that tells a part's size, and its value; None if there is none that is a number."""
+    """Return the option that gives a part's size, and its value; None if there is no numeric one."""
     for name in part.size_fields:
         value = getattr(part, name)
         if type(value) in (int, float):
@@ -48,7 +48,7 @@ def size_of(part: Part) -> tuple[str, float] | None:
 
 
 def kind_of(part: Part) -> tuple[Any, ...]:
-    """Equal for parts that differ in nothing but their size."""
+    """Return a key that is equal for parts that differ only in size."""
     options = dataclasses.asdict(part)
     found = size_of(part)
     if found is not None:
@@ -57,7 +57,7 @@ def kind_of(part: Part) -> tuple[Any, ...]:
 
 
 def resized(part: Part, size: float) -> Part:
-    """The same part in another size."""
+    """Return the same part with another size."""
     found = size_of(part)
     if found is None or found[1] == size:
         return part
@@ -66,7 +66,7 @@ def resized(part: Part, size: float) -> Part:
 
 
 def grid(sizes: Sequence[float]) -> list[float]:
-    """The measured sizes and multiples of 16 between them, or of a smaller power of two for small ones."""
+    """Return the measured sizes and the multiples of 16, or of a smaller power of two for small sizes, between them."""
     low, high = min(sizes), max(sizes)
     if any(type(size) is not int for size in sizes):
         return sorted({*sizes, *(round(float(each), 3) for each in np.linspace(low, high, MOST)[1:-1])})
@@ -79,7 +79,7 @@ def grid(sizes: Sequence[float]) -> list[float]:
 
 
 def between(measured: Sequence[Measured]) -> list[Measured]:
-    """All sizes of `grid`, from the smallest on, with what is to be expected of them."""
+    """Return all sizes of `grid`, in ascending order, with interpolated measurements."""
     known = sorted((each for each in measured if math.isfinite(each.error)), key=lambda each: each.size)
     if len(known) < 2:
         return known
@@ -95,7 +95,7 @@ def between(measured: Sequence[Measured]) -> list[Measured]:
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The nearest sequence, in squares, that never falls: neighbours that do are replaced by their mean."""
+    """Return the closest non-decreasing sequence in least squares: decreasing neighbours are replaced by their mean."""
     blocks: list[list[float]] = []  # sum, count
     for value in values:
         blocks.append([value, 1])

@@ -1,4 +1,4 @@
-"""Seconds of models and of their layers on a machine that may do other work: in turn, remembered, in bounded time."""
+"""Timing of models and their layers on a machine with other load: alternating, cached, in bounded time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Cost(NamedTuple):
 
 
 def by_layer(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str], now: Callable[[], float]) -> Cost:
-    """By how much `now` advances in one forward pass; a layer that runs several times counts every time."""
+    """Measure the advance of `now` in one forward pass; a layer that runs several times counts every time."""
     spent, began = [0.0] * len(paths), [0.0] * len(paths)
 
     def enter(index: int) -> Any:
@@ -72,10 +72,10 @@ def by_layer(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str], 
 
 
 def clock(model: nn.Module) -> Callable[[], float]:
-    """Seconds; on a GPU, until it has done what it was given; of a single thread, those it ran itself.
+    """Return a clock in seconds, which synchronises on a GPU, and measures CPU time for a single thread.
 
-    What else runs on the machine then adds next to nothing: three busy programs on two cores double the least time on
-    the wall, and add 4% to the CPU time.
+    Other load then adds almost nothing: three busy programs on two cores double the minimum wall time, but add 4% to
+    the CPU time.
     """
     device = place_of(model)
     if device is None or device.type != "cuda":
@@ -90,7 +90,7 @@ def clock(model: nn.Module) -> Callable[[], float]:
 
 
 class Allowance:
-    """Time on the wall that timings may still take, counted while one is being made."""
+    """Remaining wall time for timings, which runs only during a timing."""
 
     def __init__(self, limit: float):
         self.left = limit
@@ -108,7 +108,7 @@ class Allowance:
 
 
 def _reached(samples: Sequence[float]) -> bool:
-    """Return True if the minimum of some timings is reliable: other load only adds, seldom the same thrice."""
+    """Return whether the minimum of some timings is reliable: other load only adds, rarely the same three times."""
     return sum(each <= min(samples) * WITHIN for each in samples) >= 3
 
 
@@ -121,17 +121,17 @@ def seconds(
 ) -> dict[str, Cost]:
     """Time the layers of each model in turn, so that a slow phase of the machine affects all of them.
 
-    Of layers that are built alike one is timed, in a forward pass in which the others return what they returned before.
-    Of all rounds the least counts: what else a machine does only adds. Rounds go on until each minimum has been reached
-    three times, up to `MOST`, or until the time that is allowed is spent.
+    Of identical layers one is timed, in a forward pass in which the others return stored outputs. The minimum over all
+    rounds is used, since other load only adds. Rounds go on until each minimum has been reached three times, up to
+    `MOST`, or until the allowed time is used up.
 
     Args:
-        models: by name; the first is the original, whose layers and surroundings the others share where they are built
-            alike.
-        inputs: keyword arguments of all of them.
-        paths: of their Transformer layers.
-        alike: per model and layer, equal where layers are built alike.
-        allowance: what is left of the time for timings.
+        models: by name; the first is the original, with which the others share identical layers and everything outside
+            them.
+        inputs: keyword arguments of all models.
+        paths: paths of their Transformer layers.
+        alike: keys per model and layer, equal for identical layers.
+        allowance: the remaining time for timings.
     """
     first = next(iter(models))
     outputs = _outputs(models[first], inputs, paths)
@@ -179,7 +179,7 @@ def _outputs(model: nn.Module, inputs: Mapping[str, Any], paths: Sequence[str]) 
 def paired(
     original: nn.Module, other: nn.Module, inputs: Mapping[str, Any], allowance: Allowance
 ) -> tuple[list[float], list[float]]:
-    """The seconds of two models, taken in turn after one round to warm up; as often as in `seconds`."""
+    """Measure the seconds of two models, alternating after one warm-up round; as often as in `seconds`."""
     spent: tuple[list[float], list[float]] = ([], [])
     with allowance:
         for turn in range(MOST + 1):
@@ -194,10 +194,10 @@ def paired(
 
 
 def share_left(before: Sequence[float], after: Sequence[float]) -> float:
-    """The seconds of `after` per second of `before`, two models in turn: the ratio of the minima if both are reliable.
+    """Return the ratio of the alternating timings `after` to `before`: that of the minima if both are reliable.
 
-    Otherwise the median of the ratios within a pair, of the half of the pairs that took least: what slows the machine
-    down for a while slows down both of a pair.
+    Otherwise the median of the ratios within pairs, over the faster half of the pairs: a temporary load slows down both
+    timings of a pair.
     """
     if _reached(before) and _reached(after):
         return min(after) / min(before)
@@ -206,10 +206,10 @@ def share_left(before: Sequence[float], after: Sequence[float]) -> float:
 
 
 class Timings:
-    """A store of timings, so that nothing is measured twice: timings vary, and a plan must not.
+    """Cache of timings, so that nothing is measured twice: timings vary, but a plan must not.
 
     Args:
-        path: a JSON file that is read if it is there, and written; None keeps them as long as the process lives.
+        path: a JSON file that is read if it exists, and written; None keeps them while the process lives.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None):
@@ -217,7 +217,7 @@ class Timings:
         self.known = _SINCE_START if self.path is None else _read(self.path)
 
     def get(self, of: Mapping[str, Any], measure: Callable[[], Any]) -> Any:
-        """Return what `measure` gives, or gave for the same question before: plain data."""
+        """Return the result of `measure`, plain data, cached by `of`."""
         key = hashlib.sha256(json.dumps(of, sort_keys=True, default=str).encode()).hexdigest()
         if key not in self.known:
             self.known[key] = measure()

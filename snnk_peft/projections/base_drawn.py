@@ -100,7 +100,7 @@ def site_generator(seed: int, site: str = "", number: int = 0) -> torch.Generato
 
 
 def construction_device() -> str:
-    """Where new tensors belong: the CPU, unless a loader builds shapes only and brings the values afterwards."""
+    """Return the device for new tensors: the CPU, unless a loader builds shapes only and fills in the values later."""
     return "meta" if torch.get_default_device().type == "meta" else "cpu"
 
 

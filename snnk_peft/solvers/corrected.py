@@ -43,7 +43,7 @@ class CorrectedFit(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What a readout is to give, as a function of the vectors v.
+    """The target of a readout, as a function of the vectors v.
 
     Args:
         weight: L (o, width of v).

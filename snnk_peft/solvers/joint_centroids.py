@@ -73,7 +73,7 @@ class NearScores(NamedTuple):
 
     @classmethod
     def of(cls, scores: Scores, width: int, sinks: int) -> NearScores:
-        """From those of all keys, as many as queries; the first `sinks` keys that count are near for all."""
+        """Split the scores of all keys, as many as queries; the first `sinks` keys that count are near for all."""
         q, length = scores.q.flatten(1, 2), scores.q.shape[-2]
         k, v = (each.repeat_interleave(scores.q.shape[2], 1) for each in (scores.k, scores.v))
         positions = torch.arange(length, device=q.device)

@@ -1,4 +1,4 @@
-"""What one cell of a table means: a text, words, tags, a class or a number; ConfigError says what is wrong with it."""
+"""Parsing of table cells: texts, words, tags, classes and numbers; ConfigError describes a faulty cell."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _EXACT = 2.0**53  # whole numbers below it are exact in 64 bits
 
 
 def missing(value: Any) -> bool:
-    """Whether there is nothing: None, spaces, NaN."""
+    """Return whether a value is missing: None, spaces, NaN."""
     return (
         value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, float) and value != value)
     )
 
 
 def text(column: str, value: Any) -> str:
-    """A text that is not empty."""
+    """Parse a non-empty text."""
     if value is not None and not isinstance(value, str):
         raise ConfigError(f"{column} is {_shown(value)}; expected a text")
     if fault := empty_text(column, value or ""):
@@ -33,7 +33,7 @@ def text(column: str, value: Any) -> str:
 
 
 def words(column: str, value: Any) -> list[str]:
-    """A list of words; of a text, those between its spaces."""
+    """Parse a list of words, or a text of words separated by spaces."""
     listed_words = value.split() if isinstance(value, str) else value
     if listed_words is not None and not isinstance(listed_words, (list, tuple)):
         raise ConfigError(f"{column} is {_shown(value)}; expected a list of words")
@@ -51,7 +51,7 @@ def words(column: str, value: Any) -> list[str]:
 
 
 def tags(column: str, value: Any) -> list[Any]:
-    """A list of tags, not yet read; of a text, those between its spaces."""
+    """Parse a list of raw tags, or a text of tags separated by spaces."""
     if missing(value):
         raise ConfigError(f"{column} is missing; expected a list of tags")
     cells = value.split() if isinstance(value, str) else value
@@ -61,7 +61,7 @@ def tags(column: str, value: Any) -> list[Any]:
 
 
 def several(column: str, value: Any) -> list[Any]:
-    """The labels of an example, perhaps none, not yet read; of a text, those between its commas."""
+    """Parse the raw labels of an example, possibly none, or a text of labels separated by commas."""
     if missing(value):
         return []
     cells = value.split(",") if isinstance(value, str) else value
@@ -71,7 +71,7 @@ def several(column: str, value: Any) -> list[Any]:
 
 
 def class_name(column: str, value: Any) -> str:
-    """The name of a class, which may be given as a number or a truth value."""
+    """Parse the name of a class, which may be given as a number or a boolean."""
     if missing(value):
         raise ConfigError(f"{column} is missing; expected a label")
     if isinstance(value, bool):
@@ -84,7 +84,7 @@ def class_name(column: str, value: Any) -> str:
 
 
 def class_id(column: str, value: Any, names: Sequence[str] | None, ids: Mapping[str, int]) -> int:
-    """The id of a class; `names` are those that the source itself gives to the ids in the column."""
+    """Parse the id of a class; `names` are the source's own names of the ids in the column."""
     if names is not None and isinstance(value, int):  # the Hub's -1 says that the label is kept secret
         value = names[value] if 0 <= value < len(names) else None
     name = class_name(column, value)
@@ -100,30 +100,30 @@ def class_id(column: str, value: Any, names: Sequence[str] | None, ids: Mapping[
 
 
 def is_written_list(value: Any) -> bool:
-    """Whether a text is a list as Python and numpy write one."""
+    """Return whether a text is a list as printed by Python or numpy."""
     return isinstance(value, str) and _LIST.fullmatch(value) is not None
 
 
 def has_decimal_comma(value: Any) -> bool:
-    """Whether a text is a number with a comma where a point was expected."""
+    """Return whether a text is a number with a decimal comma."""
     return isinstance(value, str) and _COMMA.fullmatch(value) is not None
 
 
 def is_torn(value: Any) -> bool:
-    """Whether a text, or one in a list, holds half of a surrogate pair, which no UTF-8 can say."""
+    """Return whether a text, or one in a list, contains an unpaired surrogate, which UTF-8 cannot encode."""
     if isinstance(value, list):
         return any(isinstance(item, str) and is_torn(item) for item in value)
     return isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def start(value: Any) -> str:
-    """The beginning of a value, for messages."""
+    """Return the beginning of a value, for messages."""
     text = repr(value[:40] if isinstance(value, str) else value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def number(column: str, value: Any) -> float:
-    """A finite number."""
+    """Parse a finite number."""
     if missing(value):
         raise ConfigError(f"{column} is missing; expected a number")
     parsed = or_number(value)
@@ -134,7 +134,7 @@ def number(column: str, value: Any) -> float:
 
 
 def or_number(value: Any) -> Any:
-    """The number that a text is; what is none stays as it is."""
+    """Convert a text to a number if it is one, else return it unchanged."""
     if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
         return value
     for convert in (int, float):
@@ -146,7 +146,7 @@ def or_number(value: Any) -> Any:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, or a text that says one."""
+    """Return whether a value is an integer, or the text of one."""
     parsed = or_number(value)
     return (isinstance(parsed, int) and not isinstance(parsed, bool)) or (
         isinstance(parsed, float) and parsed.is_integer() and abs(parsed) < _EXACT
@@ -154,7 +154,7 @@ def is_whole(value: Any) -> bool:
 
 
 def whole_name(name: str) -> str:
-    """1 of 1.0, as pandas writes whole numbers of a column with gaps; of everything else itself."""
+    """Convert "1.0", as pandas writes integers of a column with gaps, to "1"; return anything else unchanged."""
     parsed = or_number(name)
     return str(int(parsed)) if isinstance(parsed, float) and is_whole(parsed) else name
 

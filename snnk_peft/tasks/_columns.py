@@ -1,4 +1,4 @@
-"""The columns of a table: settings that name them, kind and labels where these leave them open, and the examples."""
+"""The columns of a table: their settings, inference of kind and labels, and the examples."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ _MANY = 20  # whole numbers with more values than this are perhaps no classes
 
 @dataclass(frozen=True)
 class TableSettings:
-    """Where the rows are and what their columns mean; the keys are those of the `data` section of recipes.
+    """Location of the rows and meaning of their columns; the keys are those of the `data` section of recipes.
 
     Args:
         train_file: .csv, .tsv, .jsonl, .parquet, or a folder of `Dataset.save_to_disk`.
-        eval_file: the same; None takes `eval_split` of the data set, or holds back a part of the training rows.
+        eval_file: the same; None uses `eval_split` of the data set, or holds out a part of the training rows.
         dataset: instead of train_file: a folder of `DatasetDict.save_to_disk`, or a data set on the Hub.
-        dataset_config: which configuration of it.
-        train_split: which split of it is trained on.
-        eval_split: which split of it is evaluated; `train_split` holds back a part of the training rows.
-        text: column of the text, or of the list of words. In CSV and TSV files words stand between spaces.
+        dataset_config: configuration of the data set.
+        train_split: split to train on.
+        eval_split: split to evaluate on; `train_split` holds out a part of the training rows.
+        text: column of the text, or of the list of words. In CSV and TSV files words are separated by spaces.
         text_pair: column of the second text of a pair, or None.
-        label: column of the class, the number, the list of tags, or the list of labels (any number of them; in CSV and
-            TSV files between commas).
+        label: column of the class, the number, the list of tags, or the list of labels (any number of them; separated
+            by commas in CSV and TSV files).
         kind: one of `KINDS`; None infers it from the training rows.
-        labels: class names in the order of their ids; None takes those of the training rows, sorted.
-        metric: selects the best checkpoint; None takes accuracy, pearson, micro_f1 of several labels, or of tags
-            entity_f1 (macro_f1 if they are not IOB2).
-        hold_out: share of the training rows that is held back where no evaluation rows are given, of every class alike.
-        split_seed: decides which ones.
-        max_unreadable: so many faulty rows of a file are left out with a warning; more are an error.
+        labels: class names in the order of their ids; None uses those of the training rows, sorted.
+        metric: selects the best checkpoint; None uses accuracy, pearson, micro_f1 for several labels, or entity_f1 for
+            tags (macro_f1 if they are not IOB2).
+        hold_out: share of the training rows, stratified by class, to hold out if no evaluation rows are given.
+        split_seed: seed of this split.
+        max_unreadable: maximum number of faulty rows per file to skip with a warning; more are an error.
     """
 
     train_file: str | None = None
@@ -69,7 +69,7 @@ class TableSettings:
 
     @property
     def held_out(self) -> bool:
-        """Whether the evaluation rows are a part of the training rows."""
+        """Return True if the evaluation rows are split off the training rows."""
         return self.eval_file is None and (self.dataset is None or self.eval_split == self.train_split)
 
     def faults(self) -> list[str]:
@@ -94,7 +94,7 @@ class TableSettings:
 
     @classmethod
     def among(cls, settings: Mapping[str, Any]) -> TableSettings:
-        """Those of `settings` that are fields, None for the default; other keys are passed over."""
+        """Build from those of `settings` that are fields, None for the default; ignore other keys."""
         names = {field.name for field in fields(cls)}
         return cls(**{key: value for key, value in settings.items() if key in names and value is not None})
 
@@ -104,10 +104,10 @@ class TableSettings:
         return self.train_file or self.dataset or self.eval_file or ""
 
     def read(self, split: str, cache_dir: str | None = None) -> Rows:
-        """The rows of "train" or "validation".
+        """Read the rows of "train" or "validation".
 
         Raises:
-            ConfigError: see `read_table` and `read_split`; or nothing says where the rows are.
+            ConfigError: see `read_table` and `read_split`; or no source is given.
         """
         file = self.train_file if split == "train" else self.eval_file
         if file is not None:
@@ -122,24 +122,24 @@ class TableSettings:
 
 
 def unnamed(count: int) -> list[str]:
-    """What transformers calls classes that were given no names."""
+    """Return transformers' names of unnamed classes."""
     return [f"LABEL_{index}" for index in range(count)]
 
 
 def of_model(known: TableSettings, model: Mapping[str, Any]) -> TableSettings:
-    """Kind and labels, where they are not given, from a model's config."""
+    """Fill in missing kind and labels from a model's config."""
     if any("ForTokenClassification" in name for name in model.get("architectures") or ()):
         kind = TOKENS
     else:
         kind = model["problem_type"] if model.get("problem_type") in (NUMBERS, LABELS) else CLASSES
-    # What transformers does not write into config.json are two classes without names.
+    # transformers omits from config.json only two unnamed classes.
     names = model.get("id2label") or dict(enumerate(unnamed(2)))
     labels = [names[key] for key in sorted(names, key=int)] if kind != NUMBERS and len(names) > 1 else None
     return replace(known, kind=known.kind or kind, labels=known.labels or labels)
 
 
 def completed(known: TableSettings, rows: Rows, notes: list[str]) -> TableSettings:
-    """The settings with kind and labels; `notes` says what was found."""
+    """Fill in missing kind and labels from the rows, appending to `notes` what was inferred."""
     column = f"column {known.label!r} of {rows.source}"
     values = rows.columns[known.label]
     kind = known.kind
@@ -187,7 +187,7 @@ def completed(known: TableSettings, rows: Rows, notes: list[str]) -> TableSettin
 
 
 def _names(column: str, value: Any, kind: str) -> Iterator[str]:
-    """The names of the classes in a cell; none for what is faulty, which is reported when the rows are loaded."""
+    """Yield the names of the classes in a cell; none for a faulty cell, which is reported when the rows are loaded."""
     lists = {TOKENS: cell.tags, LABELS: cell.several}
     with suppress(ConfigError):
         for tag in lists[kind](column, value) if kind in lists else [value]:
@@ -196,7 +196,7 @@ def _names(column: str, value: Any, kind: str) -> Iterator[str]:
 
 
 def _kind(known: TableSettings, rows: Rows) -> tuple[str, str]:
-    """The kind that the values speak for, and why."""
+    """Infer the kind from the values; return it with the reason."""
     texts, values = rows.columns[known.text], [value for value in rows.columns[known.label] if not cell.missing(value)]
     if any(isinstance(value, (list, tuple)) for value in texts):
         return TOKENS, f"{known.text} and {known.label} hold lists"
@@ -216,7 +216,7 @@ def _kind(known: TableSettings, rows: Rows) -> tuple[str, str]:
 
 
 def metrics_of(kind: str, labels: Sequence[str] | None) -> list[str]:
-    """What is computed; the default of tokens is the last, otherwise the first."""
+    """Return the metrics of a kind; the default is the last one for tokens, otherwise the first."""
     if kind == NUMBERS or labels is None:
         return ["pearson", "spearmanr"]
     if kind == TOKENS:
@@ -227,13 +227,13 @@ def metrics_of(kind: str, labels: Sequence[str] | None) -> list[str]:
 
 
 def examples(known: TableSettings, rows: Rows) -> list[list[Any]]:
-    """Columns of the texts (or words), of the labels, and of the places of the rows in the table, from 0.
+    """Return columns of the texts (or words), the labels, and the row indices in the table, from 0.
 
     Raises:
         ConfigError: every faulty row, if there are more than `max_unreadable`, or nothing else.
 
     Warns:
-        UserWarning: the faulty rows that are left out.
+        UserWarning: the faulty rows that are skipped.
     """
     *texts, label = known.columns
     tokens = known.kind == TOKENS

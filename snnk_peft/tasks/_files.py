@@ -1,6 +1,6 @@
-"""Files and archives that are read within bounds, their lines, faults in messages of bounded length, optional packages.
+"""Bounded reading of files and archives, lists of faults of bounded length, and optional packages.
 
-Only regular files are read whole, up to a size: a pipe would wait for ever, a device never ends. An archive is read
+Only regular files are read, up to a maximum size: a pipe would wait forever, a device never ends. An archive is read
 within bounds, whatever its headers claim.
 """
 
@@ -24,17 +24,17 @@ MAX_FAULTS = 10
 """Faults listed per file; the rest is counted."""
 LARGEST = 1 << 30
 """Bytes of the files that are read from one archive, all together; those of the tasks have less than half of it."""
-# What the readers of archives raise about damaged ones.
+# Raised by archive readers for damaged archives.
 DAMAGED = (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZMAError, MemoryError, OverflowError)
 
 
 def empty_text(column: str, cell: str) -> str | None:
-    """A text has at least one character that is not a space."""
+    """Return a message for a text of only spaces, or None."""
     return None if cell.strip() else f"{column} is empty; expected a text"
 
 
 def decode(path: Path) -> tuple[list[str], list[str]]:
-    """The lines of a UTF-8 file without their ends, and a fault for each line that is not UTF-8."""
+    """Return the lines of a UTF-8 file without line ends, and a fault for each line that is not UTF-8."""
     lines, faults = [], []
     try:
         content = read_bytes(path)
@@ -57,27 +57,27 @@ def decode(path: Path) -> tuple[list[str], list[str]]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names with commas between them; behind the twentieth, their number."""
+    """Join names by commas; after the twentieth, give their number."""
     names = list(names)
     return ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
 
 
 def capped(faults: list[str], path: Path | str) -> list[str]:
-    """The first faults of a file, and how many more there are."""
+    """Return the first faults of a file, and the number of further ones."""
     extra = len(faults) - MAX_FAULTS
     return faults if extra <= 0 else [*faults[:MAX_FAULTS], f"{path}: ... and {extra} more"]
 
 
 class NotRegularError(OSError):
-    """A pipe, a device, a socket or a folder where a file was expected, or a file that is too large."""
+    """Raised for a pipe, a device, a socket or a folder instead of a file, or for a file that is too large."""
 
 
 def check_regular(path: Path, limit: int | None = None) -> None:
-    """Refuse what is no regular file, or holds more than `limit` bytes.
+    """Refuse anything but a regular file of at most `limit` bytes.
 
     Raises:
-        NotRegularError: which of the two it is, and what was expected.
-        OSError: there is no such file, or links that lead nowhere.
+        NotRegularError: not a regular file, or too large.
+        OSError: no such file, or a broken link.
     """
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
@@ -91,17 +91,17 @@ def check_regular(path: Path, limit: int | None = None) -> None:
 
 
 def read_bytes(path: Path, limit: int | None = None) -> bytes:
-    """The content of a regular file; raises like `check_regular`."""
+    """Read a regular file; raises like `check_regular`."""
     check_regular(path, limit)
     return path.read_bytes()
 
 
 class Bounded(io.RawIOBase):
-    """A file that is read in pieces of at most `LARGEST` bytes, and up to a place.
+    """A file that is read in pieces of at most `LARGEST` bytes, up to a maximum position.
 
     Args:
-        stream: what is read.
-        end: places behind it are refused; None for a file that is not packed, and so as long as it is.
+        stream: the file to read.
+        end: maximum position; None for an uncompressed file, which has a known size.
     """
 
     def __init__(self, stream: Any, end: int | None):
@@ -109,7 +109,7 @@ class Bounded(io.RawIOBase):
         self._stream, self._end = stream, end
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Up to `size` bytes; ValueError for more than `LARGEST`."""
+        """Read up to `size` bytes; ValueError for more than `LARGEST`."""
         if size is None or size < 0 or size > LARGEST:
             raise ValueError(f"claims {'all' if size is None or size < 0 else format(size, ',')} bytes in one piece")
         content: bytes = self._stream.read(size)

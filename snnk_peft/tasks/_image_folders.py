@@ -1,4 +1,4 @@
-"""Where images and their classes are below a folder: class folders (SPLIT/CLASS/anything.png), or shards."""
+"""Layouts of images and classes in a folder: class folders (SPLIT/CLASS/anything.png), or shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _IS_PICTURE = re.compile(rf"[^.].*{PICTURE}")  # names that begin with a dot are
 
 
 def root_with(path: Path, names: Iterable[str]) -> Path | None:
-    """`path`, or the only folder in it, that has a folder of one of these names."""
+    """Return `path`, or the only folder in it, if it has a folder with one of these names."""
     if not path.is_dir():
         return None
     names = list(names)
@@ -34,27 +34,27 @@ def root_with(path: Path, names: Iterable[str]) -> Path | None:
 
 
 def first_folder(root: Path, names: Iterable[str]) -> Path | None:
-    """The first of these folders that is there."""
+    """Return the first of these folders that exists."""
     return next((root / name for name in names if (root / name).is_dir()), None)
 
 
 def class_names(folder: Path) -> list[str]:
-    """Names of the folders in it, sorted."""
+    """Return the names of the folders in a folder, sorted."""
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
 
 
 def picture_names(folder: Path) -> list[str]:
-    """Names of the pictures directly in it."""
+    """Return the names of the images directly in a folder."""
     with os.scandir(folder) as entries:
         return [entry.name for entry in entries if _IS_PICTURE.fullmatch(entry.name)]
 
 
 def read_classes(folder: Path, classes: Sequence[str]) -> Images:
-    """The pictures below CLASS/ of one folder, ordered by name.
+    """Read the images under CLASS/ in one folder, ordered by name.
 
     Raises:
-        ConfigError: folders that are no class or hold no picture, or no folder at all.
+        ConfigError: folders that are not classes or contain no images, or no folder at all.
     """
     ids = {name: number for number, name in enumerate(classes)}
     files: list[tuple[str, int]] = []
@@ -89,7 +89,7 @@ def read_classes(folder: Path, classes: Sequence[str]) -> Images:
 
 
 def unknown_class(name: str, classes: Sequence[str]) -> str:
-    """What is wrong with the folder of a class that is none."""
+    """Return the message for a folder that is not a class."""
     close = closest(name, list(classes))
     hint = f"; did you mean {close!r}?" if close else "."
     return f"unknown class {name!r}{hint} Expected: {listed(classes)}"
@@ -97,13 +97,13 @@ def unknown_class(name: str, classes: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """What is looked for.
+    """Expected layout of a folder.
 
     Args:
-        train: names that the folder of the training pictures may have, of which the first found counts.
-        evaluation: likewise of the "validation" split.
-        hold_out: whether a part of the training pictures is held back where there are none to evaluate on, and CLASS/
-            folders without a folder of a split are training pictures.
+        train: possible names of the folder of training images; the first found is used.
+        evaluation: likewise for the "validation" split.
+        hold_out: whether to hold out a part of the training images if there are none to evaluate on, and to use CLASS/
+            folders outside a split's folder as training images.
     """
 
     train: tuple[str, ...] = ("train",)
@@ -112,7 +112,7 @@ class FolderLayout:
 
     @property
     def expected(self) -> str:
-        """What is looked for, in words."""
+        """Description of the expected layout."""
         flat = ", or CLASS/*.jpg alone" if self.hold_out else ""
         return (
             f"{self.train[0]}/CLASS/*.jpg and {' or '.join(self.evaluation)}/CLASS/*.jpg{flat}, or uncompressed tar "
@@ -120,14 +120,14 @@ class FolderLayout:
         )
 
     def names(self, path: Path) -> dict[str, str]:
-        """Class folder -> name in words, where these are known."""
+        """Return class folder -> readable name, if known."""
         return {}
 
     def classes(self, path: Path) -> tuple[str, ...]:
-        """Class folders in the order of the ids; of shards the ids as texts.
+        """Return the class folders in the order of the ids; for shards the ids as strings.
 
         Raises:
-            ConfigError: no class is found, or folders that cannot be classes.
+            ConfigError: no classes found, or folders that cannot be classes.
         """
         folder = self._folder(path, "train")
         names = [] if folder is None else class_names(folder)
@@ -146,16 +146,16 @@ class FolderLayout:
         return tuple(map(str, range(int(read_shards(path, shards)["label"].max(initial=0)) + 1)))
 
     def _class_fault(self, folder: Path) -> str | None:
-        """Why a folder can be no class; None if it can."""
+        """Return why a folder cannot be a class; None if it can."""
         return None
 
     def read(
         self, path: Path, wanted: Sequence[str], classes: Sequence[str], share: float, seed: int
     ) -> dict[str, Images]:
-        """The wanted splits, "train" or "validation".
+        """Read the wanted splits, "train" or "validation".
 
         Raises:
-            ConfigError: with every fault that was found.
+            ConfigError: lists all faults.
         """
         divide = self.divides(path)
         images: dict[str, Images] = {}
@@ -192,7 +192,7 @@ class FolderLayout:
         return path if self.hold_out and split == "train" and class_names(path) else None
 
     def _shards(self, path: Path, split: str) -> list[str]:
-        """Shards of a split; none where there are class folders, so that not every picture is listed in vain."""
+        """Return the shards of a split; none if there are class folders, to avoid listing every image."""
         folders = [folder for name in ("train", "validation") if (folder := self._folder(path, name)) is not None]
         if any(class_names(folder) for folder in folders):
             return []

@@ -1,6 +1,6 @@
-"""Rows of people's own tables, each with the line or row where it stands.
+"""Rows of user tables, each with its line or row number.
 
-CSV, TSV and JSON lines are read here, because `datasets` keeps no line numbers and pandas, which it uses, reads texts
+CSV, TSV and JSON lines are read here, because `datasets` keeps no line numbers and pandas, which it uses, treats texts
 such as "NA" as missing; Parquet files, folders of `save_to_disk` and the Hub are read by `datasets`.
 """
 
@@ -32,12 +32,12 @@ class Rows:
 
     Args:
         source: the file or split, for messages.
-        unit: what is counted, "line" or "row".
+        unit: unit of `numbers`, "line" or "row".
         numbers: line of each row (the first one of a row of several lines), or its position; from 1.
-        columns: name -> one value per row; None where a row has none.
-        typed: whether numbers and texts can be told apart, as CSV cannot.
-        class_names: name -> names that the source itself gives to the ids in that column.
-        faults: (number, what is wrong) of rows that could not be read and stand in no column.
+        columns: name -> one value per row; None for a missing value.
+        typed: whether numbers and texts are distinguished, unlike in CSV.
+        class_names: column -> the source's own names of the ids in it.
+        faults: (number, message) for rows that could not be read and are in no column.
     """
 
     source: str
@@ -52,18 +52,18 @@ class Rows:
         return len(self.numbers)
 
     def messages(self, faults: Sequence[tuple[int, str]]) -> list[str]:
-        """These faults and those of reading with their places, in order; up to ten, the rest is counted."""
+        """Return messages for these and the reading faults, in order; up to ten, and the number of others."""
         numbered = sorted([*self.faults, *faults])
         return capped([f"{self.source}, {self.unit} {number}: {text}" for number, text in numbered], self.source)
 
 
 def read_table(path: Path, columns: Sequence[str]) -> Rows:
-    """The wanted columns of a file (.csv, .tsv, .jsonl, .parquet) or of a data set saved by `save_to_disk`.
+    """Read the wanted columns of a file (.csv, .tsv, .jsonl, .parquet) or a data set saved by `save_to_disk`.
 
-    CSV and TSV: UTF-8, a header line, cells in double quotes where they hold separators, quotes or line ends.
+    CSV and TSV: UTF-8, a header line, cells in double quotes if they contain separators, quotes or line ends.
 
     Raises:
-        ConfigError: no such file, a kind that is not read, a missing column, bytes that are not UTF-8, or no row.
+        ConfigError: no such file, an unsupported format, a missing column, bytes that are not UTF-8, or no rows.
     """
     kind = path.suffix.lower()
     if path.is_dir():
@@ -89,10 +89,10 @@ def read_table(path: Path, columns: Sequence[str]) -> Rows:
 
 
 def read_split(name: str, config: str | None, split: str, columns: Sequence[str], cache_dir: str | None) -> Rows:
-    """The wanted columns of one split of a data set: a folder of `save_to_disk`, or what `load_dataset` reads.
+    """Read the wanted columns of one split of a data set: a folder of `save_to_disk`, or a name for `load_dataset`.
 
     Raises:
-        ConfigError: no such data set, split or column, the Hub out of reach, or no row.
+        ConfigError: no such data set, split or column, the Hub unreachable, or no rows.
     """
     hf, folder = require("datasets"), Path(name).expanduser()
     if any((folder / file).is_file() for file in ("dataset_dict.json", "state.json")):
@@ -113,14 +113,14 @@ def read_split(name: str, config: str | None, split: str, columns: Sequence[str]
 
 
 def read_dataset(source: str, dataset: Any, columns: Sequence[str]) -> Rows:
-    """The wanted columns of a `datasets.Dataset`; ConfigError for a missing column or no row."""
+    """Read the wanted columns of a `datasets.Dataset`; ConfigError for a missing column or no rows."""
     return _checked(_of_dataset(source, dataset, columns))
 
 
 def _of_lines(
     path: Path, columns: Sequence[str], parse: Callable[[list[str]], Iterator[tuple[int, Any]]], typed: bool
 ) -> Rows:
-    """Rows from `parse`, which yields (line, mapping of a row, or the text of a fault)."""
+    """Build rows from `parse`, which yields (line, mapping of a row or the message of a fault)."""
     lines, faults = decode(path)
     if faults:
         raise ConfigError(capped(faults, path))
@@ -153,7 +153,7 @@ def _cells(path: Path, lines: list[str], separator: str, columns: Sequence[str])
 
 
 def _separator_fault(line: str, separator: str, columns: Sequence[str]) -> str | None:
-    """What is wrong with a header whose columns are separated by something else."""
+    """Return a message for a header whose columns are separated by another character."""
     mine = _header(line, separator)
     for name, other in _SEPARATORS.items():
         theirs = _header(line, other)
@@ -228,7 +228,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _one_value(lines: list[str]) -> str | None:
-    """What a file holds that is one JSON value as a whole, an array or an object over several lines."""
+    """Describe a file that is a single JSON value, an array or an object over several lines, or return None."""
     full = [line for line in lines if line.strip()]
     if not full or full[0].lstrip()[0] not in "[{":
         return None
@@ -236,7 +236,7 @@ def _one_value(lines: list[str]) -> str | None:
     try:
         first = json.loads(full[0])
     except json.JSONDecodeError:
-        # Opened on the first line, closed on the last one: never so in JSON lines, where each line is whole.
+        # Opened on the first line and closed on the last: impossible in JSON lines, where each line is complete.
         last = full[-1].strip()
         return f"{kind} over several lines" if len(full) > 1 and last[-1] == "]}"[kind == "object"] else None
     except (ValueError, RecursionError):
@@ -283,7 +283,7 @@ def _check_columns(source: str, wanted: Sequence[str], present: Sequence[str]) -
 
 
 def _checked(rows: Rows) -> Rows:
-    """Rows that are there, none of whose columns holds lists as texts."""
+    """Check that there are rows, and that no column holds lists as texts."""
     if not rows.numbers:
         raise ConfigError(rows.messages([]) or f"{rows.source} holds no row; expected a header line and rows, or rows")
     written = [

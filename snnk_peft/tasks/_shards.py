@@ -1,8 +1,8 @@
-"""Pictures in tar shards as WebDataset lays them out: KEY.jpg with KEY.cls or KEY.json beside it, many to a file.
+"""Images in tar shards in WebDataset's layout: KEY.jpg with KEY.cls or KEY.json beside it, many per file.
 
-Headers are read once; a picture is then read where it stands in its shard. So there is random access, which shuffling
-over all pictures and resuming a run bit for bit need, and no second copy on disk, as `datasets` would make. Compressed
-archives have no such places: unpack them (gunzip).
+Headers are read once; an image is then read at its offset in the shard. This gives random access, as needed for
+shuffling all images and for resuming a run bit for bit, without the second copy on disk that `datasets` would make.
+Compressed archives have no random access: unpack them (gunzip).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _LONGEST_LABEL = 1 << 20  # bytes
 
 
 class ShardPictures(Pictures):
-    """Members of tar files.
+    """Images that are members of tar files.
 
     Args:
-        root: the folder that holds the shards.
-        shards: their paths below it.
-        places: (n, 3) number of the shard, offset and size in bytes of each picture.
+        root: the folder of the shards.
+        shards: their paths relative to it.
+        places: (n, 3) index of the shard, offset and size in bytes of each image.
     """
 
     def __init__(self, root: Path, shards: Sequence[str], places: np.ndarray):
@@ -45,7 +45,7 @@ class ShardPictures(Pictures):
         return len(self._places)
 
     def name(self, index: int) -> str:
-        """Shard and place in it."""
+        """Return the shard and the position in it."""
         shard, offset, _ = self._places[index].tolist()
         return f"{self._root / self._shards[shard]}, the picture at byte {offset}"
 
@@ -65,10 +65,10 @@ class ShardPictures(Pictures):
 
 
 def find_shards(root: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Split -> paths of its shards below `root`, sorted; a shard's path names its split, e.g. imagenet-train-0000.tar.
+    """Find the shards of each split under `root`, sorted; a shard's path names its split, e.g. imagenet-train-0000.tar.
 
     Raises:
-        ConfigError: shards that name no split or two, or only compressed ones.
+        ConfigError: shards that name no split or several, or only compressed ones.
     """
     shards: dict[str, list[str]] = {split: [] for split in parts}
     files = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.tar"))
@@ -88,10 +88,10 @@ def find_shards(root: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, lis
 
 
 def read_shards(root: Path, shards: Sequence[str]) -> Images:
-    """All pictures of some shards, in the order of the shards and of their members.
+    """Read all images of some shards, in the order of the shards and of their members.
 
     Raises:
-        ConfigError: damaged shards, pictures without a label, labels without a picture, or labels that are no class id.
+        ConfigError: damaged shards, images without a label, labels without an image, or labels that are not class ids.
     """
     places: list[tuple[int, int, int]] = []
     labels: list[int] = []
@@ -133,7 +133,7 @@ def read_shards(root: Path, shards: Sequence[str]) -> Images:
 
 
 def _parts(name: str) -> tuple[str, str]:
-    """Key and kind: the name to the first dot of its last part, and what follows."""
+    """Split a name at the first dot of its last part into key and extension."""
     folder, _, last = name.rpartition("/")
     key, _, kind = last.partition(".")
     return f"{folder}/{key}", kind.lower()

@@ -1,4 +1,4 @@
-"""`Task`: what every data set says about itself, how it is loaded and scored; `TextTask`, whose examples are texts."""
+"""`Task`: description, loading and scoring of a data set; `TextTask`, whose examples are texts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import datasets
     import evaluate
 
-# Which examples an evaluation on a subset sees must not depend on the seed of a run.
+# The examples of an evaluation on a subset must not depend on the seed of a run.
 _EVALUATION_SEED = 0
 
 IGNORED = -100
@@ -27,25 +27,25 @@ IGNORED = -100
 
 
 class Split(Protocol):
-    """What `Task.load` returns for each split, whatever the examples are: their number, their labels, some of them.
+    """A split as returned by `Task.load`, for any kind of examples: their number, labels, and subsets.
 
-    What an example is depends on the class of the task: rows of a `datasets.Dataset` (`TextTask`), `Images`
-    (`ImageTask`), `Sequences` (`SequenceTask`), `Columns` (`ColumnsTask`). Recipes turn a split into an ExampleSet,
-    which makes batches of it.
+    Examples depend on the class of the task: rows of a `datasets.Dataset` (`TextTask`), `Images` (`ImageTask`),
+    `Sequences` (`SequenceTask`), `Columns` (`ColumnsTask`). Recipes turn a split into an ExampleSet, which makes
+    batches.
     """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, name: str, /) -> Any:
-        """A column; "label" is there for every task: class ids, numbers, or one list of ids per example."""
+        """Return a column; every task has "label": class ids, numbers, or one list of ids per example."""
 
     def select(self, indices: list[int], /) -> Split:
-        """The examples at these places, in this order."""
+        """Return the examples at these indices, in this order."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `Task.load`, checked; `limits` holds the numbers of `max_samples`."""
+    """The checked arguments of `Task.load`; `limits` holds the values of `max_samples`."""
 
     path: Path | None
     splits: Sequence[str] | None
@@ -57,13 +57,13 @@ class Task(ABC):
     """One data set with its labels and metrics. Subclasses are frozen dataclasses and define `_read`.
 
     Attributes:
-        modality: what an example is, "text", "image", "sequence" or "columns"; recipes ask it.
+        modality: kind of the examples, "text", "image", "sequence" or "columns"; used by recipes.
         name: registry key.
         label_names: class names in the order of the integer ids; None for regression.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS` that are reported.
-        primary: those whose mean is the `score` that selects the best checkpoint; None takes all `metrics`.
+        primary: those whose mean is the `score` that selects the best checkpoint; None uses all `metrics`.
         splits: "train" first, the others are for evaluation.
-        notes: what a user should know about the data before training.
+        notes: notes for the user about the data before training.
     """
 
     modality: ClassVar[str]
@@ -83,19 +83,19 @@ class Task(ABC):
         seed: int = 0,
         cache_dir: str | Path | None = None,
     ) -> MutableMapping[str, Any]:
-        """Split name -> examples, a `Split` each.
+        """Load the data as split name -> examples, a `Split` each.
 
         Args:
-            data_dir: folder of the official files (text: with one subfolder per task, or the task's own; sequences:
-                where the task says so, also an archive). None fetches or makes the data, where the task can.
-            splits: which ones, all of which must exist; None takes all there are, train among them.
-            max_samples: split -> keep a random subset of so many examples, in the order of the files; None keeps all.
-            seed: of the training subset; those of the other splits are always the same. The global random generators
-                are not touched.
-            cache_dir: where `datasets` keeps what it fetches from the Hub; None is its default.
+            data_dir: folder of the official files (text: with one subfolder per task, or the task's own; sequences: for
+                some tasks also an archive). None downloads or generates the data, if the task can.
+            splits: the splits to load, all of which must exist; None loads all that exist, including train.
+            max_samples: split -> size of a random subset to keep, in the order of the files; None keeps all.
+            seed: seed of the training subset; those of the other splits are always the same. The global random state is
+                not changed.
+            cache_dir: cache folder of `datasets` for downloads from the Hub; None for its default.
 
         Raises:
-            ConfigError: no such folder, file or split, the Hub out of reach, or faults in files, with their lines.
+            ConfigError: no such folder, file or split, the Hub unreachable, or faults in files, with their lines.
             ImportError: the `recipes` extra is not installed, and the task needs it.
         """
         splits = [splits] if isinstance(splits, str) else splits
@@ -124,10 +124,10 @@ class Task(ABC):
 
     @abstractmethod
     def _read(self, request: Request) -> MutableMapping[str, Any]:
-        """The splits; of those with a limit, more examples may be returned than are wanted."""
+        """Read the splits; more examples than the limit may be returned."""
 
     def check(self, settings: Mapping[str, Any]) -> list[str]:
-        """What is wrong with these settings of a table (see `with_settings`), as far as it shows without reading."""
+        """List the faults of these settings (see `with_settings`) that can be found without reading the data."""
         return [
             f"{key} is {value!r}, but task {self.name} has its own files; set task=table, or leave it out"
             for key, value in settings.items()
@@ -135,17 +135,17 @@ class Task(ABC):
         ]
 
     def with_settings(self, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Task:
-        """The task itself; `Table`, which is none yet, becomes one here."""
+        """Return the task itself; a `Table` without data becomes a task here."""
         return self
 
     @property
     def inferred(self) -> dict[str, Any]:
-        """Settings that `with_settings` completed, as the record of a run must have them."""
+        """Settings that `with_settings` inferred, for the record of a run."""
         return {}
 
     @property
     def title(self) -> str:
-        """What the data are called in the title of a model card."""
+        """Name of the data in the title of a model card."""
         return self.name
 
     @property
@@ -160,12 +160,12 @@ class Task(ABC):
 
     @property
     def tokens(self) -> bool:
-        """Whether every word of an example has a label; otherwise the example as a whole has one."""
+        """Return True if every word of an example has a label; otherwise the whole example has one."""
         return False
 
     @property
     def problem_type(self) -> str | None:
-        """As in a transformers model config: "regression", "single_label_classification" or None."""
+        """The `problem_type` of a transformers config: "regression", "single_label_classification" or None."""
         return "regression" if self.label_names is None else "single_label_classification"
 
     @property
@@ -179,7 +179,7 @@ class Task(ABC):
         return None if self.label_names is None else {name: i for i, name in enumerate(self.label_names)}
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        """All metrics of this task on one split, and `score`, the one to select a checkpoint by.
+        """Compute all metrics of this task on one split, and `score`, which selects a checkpoint.
 
         Args:
             predictions: array or tensor. Classification: logits (examples, num_labels) or class ids (examples,).
@@ -226,7 +226,7 @@ class Task(ABC):
         return f"task {self.name!r}: {what}[{at}] is {values[at]} ({int(bad.sum())} such); expected {expected}"
 
     def summarize(self, results: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """One dict from the `compute` results of several validation splits: their mean, and each under "split/metric".
+        """Combine the `compute` results of several validation splits: their mean, and each under "split/metric".
 
         Args:
             results: split name -> result of `compute`. With one split, its result is returned unchanged.
@@ -240,12 +240,12 @@ class Task(ABC):
         return {**means, **{f"{split}/{key}": v for split, result in results.items() for key, v in result.items()}}
 
     def metric(self, **kwargs: Any) -> evaluate.CombinedEvaluations:
-        """This task's metrics as one `evaluate` object (offline); `kwargs` go to each `evaluate.Metric`."""
+        """Return this task's metrics as one `evaluate` object (offline); `kwargs` go to each `evaluate.Metric`."""
         return require("evaluate").combine([load_metric(name, **kwargs) for name in self.metrics])
 
 
 def to_numpy(values: Any) -> np.ndarray:
-    """Array of numbers from a list, array or tensor (on any device, bfloat16 included)."""
+    """Convert a list, array or tensor (on any device, including bfloat16) to a numpy array."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().double()
     return np.asarray(values)
@@ -254,7 +254,7 @@ def to_numpy(values: Any) -> np.ndarray:
 class TextTask(Task):
     """A task whose examples are texts (or words): a split is a `datasets.Dataset`, all splits a `DatasetDict`.
 
-    Its columns are sentence1, (sentence2), label, idx; of tagged words: words, label, idx.
+    Its columns are sentence1, (sentence2), label, idx; for tagged words: words, label, idx.
     """
 
     modality: ClassVar[str] = "text"
@@ -262,10 +262,10 @@ class TextTask(Task):
     @property
     @abstractmethod
     def text_columns(self) -> tuple[str, ...]:
-        """("sentence1",) or ("sentence1", "sentence2"); ("words",) where every word has a label."""
+        """The text columns: ("sentence1",) or ("sentence1", "sentence2"); ("words",) if every word has a label."""
 
     def _dataset(self, texts: Sequence[Sequence[Any]], labels: Sequence[Any], idx: Sequence[int]) -> datasets.Dataset:
-        """One split from its columns, one list per text column."""
+        """Build one split from its columns, one list per text column."""
         columns = dict(zip((*self.text_columns, "label", "idx"), (*texts, labels, idx), strict=True))
         return require("datasets").Dataset.from_dict(columns, features=self._features())
 
@@ -279,7 +279,7 @@ class TextTask(Task):
 
 
 def held_back(groups: np.ndarray, share: float, seed: int) -> list[int]:
-    """Places of the examples to hold back, sorted: of every group its share, at least one of two or more."""
+    """Return the sorted indices of the examples to hold out: a share of every group, at least one of two or more."""
     rng = np.random.default_rng(seed)
     held: list[int] = []
     for group in np.unique(groups):

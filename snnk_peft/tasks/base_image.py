@@ -1,7 +1,7 @@
-"""`ImageTask`: images with a class each, and `Images`, a split of them, wherever they are kept.
+"""`ImageTask`: images with one class each, and `Images`, a split of them from any source.
 
-An image is decoded when it is asked for, in the process that asks (a loader's worker), so a split may be larger than
-memory. Pillow (the `recipes` extra) decodes.
+An image is decoded on access, in the accessing process (a loader's worker), so a split may be larger than memory.
+Pillow (the `recipes` extra) decodes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from snnk_peft.tasks.base import Request, Task
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# What Pillow raises for damaged files of its many formats.
+# Raised by Pillow for damaged files of its many formats.
 DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError, OverflowError, struct.error)
 # Modes with eight bits per channel, which convert to grey or RGB without loss of meaning.
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
@@ -34,35 +34,35 @@ _ORIENTATION = 0x0112  # the EXIF tag by which a camera says how it was held
 
 
 class UnreadableImageError(ValueError):
-    """A picture that cannot be decoded, or whose mode has no eight-bit meaning; says which, and why."""
+    """Raised for an image that cannot be decoded, or whose mode has no 8-bit equivalent; names image and reason."""
 
 
 class Pictures(ABC):
-    """Pictures by number."""
+    """Images by index."""
 
     @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
     def name(self, index: int) -> str:
-        """Where picture `index` is, for messages."""
+        """Return the location of image `index`, for messages."""
 
     @abstractmethod
     def _opened(self, index: int) -> Image: ...
 
     @abstractmethod
     def _content(self, index: int) -> bytes:
-        """The picture as it is kept, encoded or as pixels."""
+        """Return the stored image, encoded or as pixels."""
 
     @abstractmethod
     def _identity(self, index: int) -> bytes:
-        """What two runs must agree in; of large sets not the pixels, which would take minutes to read."""
+        """Return bytes that identify an image across runs; not the pixels of large sets, which take minutes to read."""
 
     def open(self, index: int) -> Image:
-        """Picture `index`, decoded whole and upright, as `datasets.Image` and transformers' pipelines have it.
+        """Decode image `index` in full and upright, like `datasets.Image` and transformers' pipelines.
 
         Raises:
-            UnreadableImageError: a damaged picture, or one with more than eight bits per channel.
+            UnreadableImageError: a damaged image, or one with more than eight bits per channel.
         """
         bomb = require("PIL.Image").DecompressionBombError
         try:
@@ -80,14 +80,14 @@ class Pictures(ABC):
         return image
 
     def digest(self, index: int) -> bytes | None:
-        """SHA-256 of picture `index` as it is kept; None if it cannot be read."""
+        """Return the SHA-256 of the stored image `index`; None if it cannot be read."""
         try:
             return hashlib.sha256(self._content(index)).digest()
         except DAMAGED:
             return None
 
     def fingerprint(self, indices: Sequence[int]) -> bytes:
-        """A digest of the chosen pictures, in this order."""
+        """Compute a digest of the chosen images, in this order."""
         digest = hashlib.sha256()
         for index in indices:
             content = self._identity(index)
@@ -97,7 +97,7 @@ class Pictures(ABC):
 
 
 class FilePictures(Pictures):
-    """Files of pictures."""
+    """Images in files."""
 
     def __init__(self, root: Path, files: Sequence[str]):
         self._root, self._files = root, files
@@ -109,7 +109,7 @@ class FilePictures(Pictures):
         return str(self._root / self._files[index])
 
     def _opened(self, index: int) -> Image:
-        # Read whole: an image that is opened by name keeps its file open.
+        # Read in full: an image opened by name keeps its file open.
         image: Image = require("PIL.Image").open(io.BytesIO(self._content(index)))
         return image
 
@@ -125,9 +125,9 @@ class FilePictures(Pictures):
 
 
 def converted(image: Any, channels: int) -> Image:
-    """A picture in grey (1 channel) or RGB (3)."""
+    """Convert an image to grey (1 channel) or RGB (3)."""
     mode = {1: "L", 3: "RGB"}[channels]
-    # A palette with transparency is converted by way of RGBA; Pillow warns otherwise.
+    # A palette with transparency is converted via RGBA; otherwise Pillow warns.
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     result: Image = image if image.mode == mode else image.convert(mode)
@@ -138,9 +138,9 @@ class Images:
     """The examples of one split.
 
     Args:
-        pictures: all pictures of the source.
+        pictures: all images of the source.
         labels: (n,) class ids.
-        indices: which pictures the examples are; None for all, in order.
+        indices: image index of each example; None for all, in order.
     """
 
     def __init__(self, pictures: Pictures, labels: np.ndarray, indices: np.ndarray | None = None):
@@ -164,18 +164,18 @@ class Images:
         return Images(self._pictures, self.labels[chosen], self._indices[chosen])
 
     def picture(self, index: int) -> Image:
-        """Example `index`, decoded; UnreadableImageError names a damaged one."""
+        """Decode example `index`; UnreadableImageError names a damaged one."""
         return self._pictures.open(int(self._indices[index]))
 
     def name(self, index: int) -> str:
         return self._pictures.name(int(self._indices[index]))
 
     def digest(self, index: int) -> bytes | None:
-        """SHA-256 of example `index` as it is kept: equal where pictures are; None if it cannot be read."""
+        """Return the SHA-256 of the stored example `index`, equal for equal images; None if it cannot be read."""
         return self._pictures.digest(int(self._indices[index]))
 
     def fingerprint(self) -> str:
-        """A digest of labels and pictures (of files: their names and sizes)."""
+        """Compute a digest of labels and images (for files, their names and sizes)."""
         digest = hashlib.sha256(self.labels.tobytes())
         digest.update(self._pictures.fingerprint(self._indices.tolist()))
         return digest.hexdigest()
@@ -183,17 +183,17 @@ class Images:
 
 @dataclass(frozen=True)
 class ImageTask(Task):
-    """One data set of pictures; a split is `Images`.
+    """One data set of images; a split is `Images`.
 
     Args:
         name: registry key.
-        read: (folder or archive, wanted splits) -> split -> Images. It raises ConfigError, with every fault it found.
+        read: function (folder or archive, wanted splits) -> {split: Images}, which raises ConfigError with all faults.
         label_names: class names in the order of the integer ids.
         folder: the official files, for messages.
         source: the data set in words, for model cards.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
-        splits: "train" and what is evaluated.
+        splits: "train" and the evaluation splits.
     """
 
     modality: ClassVar[str] = "image"
@@ -208,7 +208,7 @@ class ImageTask(Task):
 
     @property
     def hub_path(self) -> str | None:
-        """Data set on the Hub, or None if it is not there."""
+        """Data set on the Hub, or None."""
         return None
 
     def _read(self, request: Request) -> dict[str, Images]:
@@ -223,12 +223,12 @@ class ImageTask(Task):
         return images
 
     def _fetched(self, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
-        """The splits of a task that was given no folder; one that fetches or makes them replaces this."""
+        """Return the splits if no folder is given; overridden by tasks that download or generate them."""
         raise ConfigError(f"task {self.name!r} needs data.dir (data_dir=...): {self.folder}")
 
 
 def label_fault(labels: Any, count: int, source: str) -> str | None:
-    """Class ids beyond the `count` classes of a task, as a message; None if there are none."""
+    """Return a message if class ids exceed the `count` classes of a task, else None."""
     values = np.asarray(labels)
     wrong = np.flatnonzero((values < 0) | (values >= count))
     if not len(wrong):

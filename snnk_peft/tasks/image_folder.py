@@ -1,7 +1,7 @@
-"""One's own pictures as a task: train/CLASS/* with val/CLASS/* or test/CLASS/*, or CLASS/* alone, or tar shards.
+"""A folder of images as a task: train/CLASS/* with val/CLASS/* or test/CLASS/*, or CLASS/* alone, or tar shards.
 
-The classes are the folders found, sorted. Without a folder to evaluate on, a part of the training pictures is held
-back, of every class alike and always the same ones.
+The classes are the folders found, sorted. Without a folder to evaluate on, a part of the training images is held out,
+stratified by class and always the same.
 
 Example:
     >>> import tempfile, pathlib
@@ -37,7 +37,7 @@ HOLD_OUT = 0.1
 
 
 def unsettled(path: Path, wanted: Sequence[str]) -> dict[str, Images]:
-    """The `read` of a task that has no classes yet."""
+    """Raise an error; the `read` of a task that has no classes yet."""
     raise ConfigError(
         f"the classes are not known before with_settings({{'dir': {str(path)!r}}}); load from the task that it returns"
     )
@@ -45,12 +45,12 @@ def unsettled(path: Path, wanted: Sequence[str]) -> dict[str, Images]:
 
 @dataclass(frozen=True)
 class ImageFolderTask(ImageTask):
-    """The registry's member has no classes until `with_settings` says where the pictures are.
+    """Task of an image folder; the registered one has no classes until `with_settings` gives it a folder.
 
     Args:
-        layout: what is looked for.
-        directory: where the pictures are.
-        notes: what was found, in words.
+        layout: the expected layout.
+        directory: the folder of the images.
+        notes: descriptions of what was found.
     """
 
     layout: FolderLayout = field(default_factory=FolderLayout)
@@ -59,7 +59,7 @@ class ImageFolderTask(ImageTask):
     notes: tuple[str, ...] = ()
 
     def check(self, settings: Mapping[str, Any]) -> list[str]:
-        """The faults of the settings as far as they show without reading the folder."""
+        """List the faults of the settings that can be found without reading the folder."""
         mine = ("labels", "hold_out", "split_seed") if self.layout.hold_out else ("labels",)
         faults = super().check({key: value for key, value in settings.items() if key not in mine})
         labels, share = settings.get("labels"), settings.get("hold_out")
@@ -70,11 +70,11 @@ class ImageFolderTask(ImageTask):
         return faults
 
     def with_settings(self, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> ImageFolderTask:
-        """The task of one folder; its classes come from the settings, the model, or the training pictures.
+        """Return the task of one folder; its classes come from the settings, the model, or the training images.
 
         Args:
             settings: dir, labels (class folders or their names, in the order of the ids), hold_out and split_seed, None
-                for the default; other keys are passed over.
+                for the default; other keys are ignored.
             model: config.json of a model that was trained on the task: its classes are the labels.
 
         Raises:
@@ -109,7 +109,7 @@ class ImageFolderTask(ImageTask):
         return replace(self, label_names=titles, read=read, directory=path, source=source, notes=tuple(notes))
 
     def _without_folder(self, labels: Sequence[str]) -> ImageFolderTask:
-        """The task where no folder is given; one that fetches the pictures replaces this."""
+        """Return the task if no folder is given; overridden by tasks that download the images."""
         raise ConfigError(f"data.dir is missing: a folder that holds {self.layout.expected}")
 
     @property
@@ -118,7 +118,7 @@ class ImageFolderTask(ImageTask):
 
     @property
     def title(self) -> str:
-        """The folder, if it is one's own."""
+        """The folder, for a user's own data."""
         return self.directory.resolve().name if self.layout.hold_out and self.directory else self.name
 
     def _read(self, request: Request) -> dict[str, Images]:

@@ -1,6 +1,6 @@
 """Scores as plain functions and as `evaluate.Metric` classes that need no network.
 
-`evaluate.load("glue")` fetches its program from the Hub; the classes `Accuracy`, `F1`, `MacroF1`, `MicroF1`,
+`evaluate.load("glue")` downloads its code from the Hub; the classes `Accuracy`, `F1`, `MacroF1`, `MicroF1`,
 `MatthewsCorrelation`, `Pearson` and `Spearmanr` here are installed with the package, so they also work offline, alone,
 in `evaluate.combine` and as the metric of an evaluator. scikit-learn, scipy and evaluate are imported on first use.
 Shapes: predictions and references are (examples,).
@@ -82,14 +82,14 @@ METRICS: dict[str, Callable[[ArrayLike, ArrayLike], float]] = {
 
 
 def is_iob(labels: Sequence[str]) -> bool:
-    """Whether the labels are IOB2 tags: O, B-x and I-x, with at least one B-x."""
+    """Return whether the labels are IOB2 tags: O, B-x and I-x, with at least one B-x."""
     return all(_TAG.fullmatch(label) for label in labels) and any(label.startswith("B-") for label in labels)
 
 
 def entities(tags: Sequence[str]) -> set[tuple[str, int, int]]:
-    """(type, first word, last word) of every entity of one sentence.
+    """Return (type, first word, last word) of every entity in one sentence.
 
-    An entity begins at B-x, and at I-x behind O, behind another type or at the beginning of a sentence, as in the
+    An entity begins at B-x, and at I-x after O, after another type or at the beginning of a sentence, as in the
     evaluation of CoNLL 2003 (Tjong Kim Sang and De Meulder 2003).
     """
     spans: set[tuple[str, int, int]] = set()
@@ -130,7 +130,7 @@ Returns:
 
 
 def load_metric(name: str, **kwargs: Any) -> evaluate.Metric:
-    """An `evaluate.Metric` by name, without the network.
+    """Return an `evaluate.Metric` by name, without network access.
 
     Args:
         name: a key of `METRICS`.

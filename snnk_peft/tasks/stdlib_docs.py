@@ -1,9 +1,9 @@
-"""Docstrings of Python's standard library, classified by area: a real data set that every Python carries.
+"""Docstrings of Python's standard library, classified by area: a real data set that comes with every Python.
 
 Sentence -> one of six areas (text and formats, data types, operating system, ...). The sentences are read from the
 *sources* of the running Python, so nothing is imported, downloaded or stored. Three things keep the task honest:
 
-1. Names that give the label away are cut out and leave a "…": those of the sentence's own module (with its submodules)
+1. Names that reveal the label are replaced by "…": those of the sentence's own module (with its submodules)
    and of every class and function in it, everything that looks like code, and the words of the areas' names (these in
    every area, so that a gap tells nothing). A function whose name is an ordinary word ("read", "close") gives nothing
    away: it stays if the docstrings of most areas use the word.
@@ -50,7 +50,7 @@ AREA_MODULES: dict[str, str] = {
 }
 AREAS: tuple[str, ...] = tuple(AREA_MODULES)
 
-# The pure-Python halves of public modules: their sentences count as the public module's.
+# The pure-Python parts of public modules, whose sentences are assigned to the public module.
 PRIVATE_HALVES = {
     "_collections_abc": "collections",
     "_pydatetime": "datetime",
@@ -63,7 +63,7 @@ PRIVATE_HALVES = {
     "sre_parse": "re",
 }
 
-# The words of the areas' names and their closest kin; a plural counts as its singular.
+# The words of the areas' names and closely related ones; a plural counts as its singular.
 KEYWORDS: str = "text string format data type operating system os concurrency concurrent internet network language tool"
 
 ORDINARY_AREAS = 4  # a word that the docstrings of this many areas use is ordinary
@@ -142,7 +142,7 @@ def load_sentences(stdlib: str | Path | None = None) -> tuple[list[Sentence], li
 
 
 def module_sources(root: Path, module: str) -> list[Path]:
-    """All source files of a public module under `root`: its file or package, and its private pure-Python halves."""
+    """Return all source files of a public module under `root`: file or package, and private pure-Python parts."""
     files: list[Path] = []
     for name in [module, *(private for private, public in PRIVATE_HALVES.items() if public == module)]:
         files += sorted((root / name).rglob("*.py")) if (root / name).is_dir() else [root / f"{name}.py"]
@@ -150,7 +150,7 @@ def module_sources(root: Path, module: str) -> list[Path]:
 
 
 def ordinary_words(docs: Mapping[str, Mapping[str, ModuleDocs]]) -> frozenset[str]:
-    """Words used in at least `ORDINARY_AREAS` of the areas of `docs` (area -> module -> docstrings)."""
+    """Return the words used in at least `ORDINARY_AREAS` of the areas of `docs` (area -> module -> docstrings)."""
     used = Counter[str]()
     for modules in docs.values():
         used.update({word for doc in modules.values() for sentence in doc.sentences for word in words(sentence)})
@@ -158,14 +158,14 @@ def ordinary_words(docs: Mapping[str, Mapping[str, ModuleDocs]]) -> frozenset[st
 
 
 def give_away_names(module: str, docs: ModuleDocs, ordinary: frozenset[str]) -> frozenset[str]:
-    """Lower-case names that no sentence of `module` may contain."""
+    """Return the lower-case names that no sentence of `module` may contain."""
     return frozenset(KEYWORDS.split()) | {module.strip("_").lower()} | docs.modules | (docs.definitions - ordinary)
 
 
 def _of_module(
     module: str, docs: ModuleDocs, ordinary: frozenset[str], label: int, seen: set[tuple[str, ...]]
 ) -> list[Sentence]:
-    """At most `MODULE_LIMIT` sentences of one module whose words are not in `seen`, which is updated."""
+    """Return at most `MODULE_LIMIT` sentences of one module whose words are not in `seen`, which is updated."""
     names = give_away_names(module, docs, ordinary)
     sentences = []
     for text in (without(names, sentence) for sentence in docs.sentences):
@@ -185,10 +185,10 @@ def _digest(text: str) -> bytes:
 
 @dataclass(frozen=True)
 class ModuleDocs:
-    """What one module says about itself.
+    """Docstrings and names of one module.
 
     Attributes:
-        sentences: of all module, class and function docstrings, in source order, code cut out of them.
+        sentences: sentences of all module, class and function docstrings, in source order, without code.
         modules: lower-case names of the source files.
         definitions: lower-case names of all classes and functions, without underscores at the ends.
     """
@@ -209,7 +209,7 @@ def read_module(files: list[Path]) -> ModuleDocs:
 
 
 def _scopes(node: ast.AST) -> Iterator[Scope]:
-    """The module, class or function itself and all those inside it, in source order."""
+    """Yield the module, class or function itself and all those inside it, in source order."""
     if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
         yield node
     for child in ast.iter_child_nodes(node):
@@ -218,17 +218,17 @@ def _scopes(node: ast.AST) -> Iterator[Scope]:
 
 
 def words(text: str) -> list[str]:
-    """The words of a text in lower case, without punctuation and gaps."""
+    """Return the words of a text in lower case, without punctuation and gaps."""
     return _WORD.findall(text.lower())
 
 
 def singulars(word: str) -> set[str]:
-    """The word itself and what it could be the plural of: directories -> directory, classes -> class, files -> file."""
+    """Return the word and its possible singulars: directories -> directory, classes -> class, files -> file."""
     return {word, word.removesuffix("s"), word.removesuffix("es"), re.sub("ies$", "y", word)}
 
 
 def without(names: frozenset[str], sentence: str) -> str:
-    """The sentence with every word that is one of the lower-case `names`, or a plural of one, replaced by "…"."""
+    """Replace every word of a sentence that is one of the lower-case `names`, or a plural of one, by "…"."""
 
     def cut(match: re.Match[str]) -> str:
         return match[0] if names.isdisjoint(singulars(match[0].lower())) else GAP
@@ -237,7 +237,7 @@ def without(names: frozenset[str], sentence: str) -> str:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a sentence has 7 to 48 words, is mostly letters, starts like a sentence and is not mostly gaps."""
+    """Return whether a sentence has 7 to 48 words, is mostly letters, starts like a sentence and is not mostly gaps."""
     found_words = words(text)
     letters = sum(character.isalpha() or character.isspace() for character in text)
     return (

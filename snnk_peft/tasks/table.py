@@ -1,8 +1,8 @@
-"""Own data: a table of texts with labels as a task, its columns named by settings.
+"""User data: a table of texts with labels as a task, with columns named by settings.
 
 One row is one example: a text (or a pair) with a class, a number or any number of labels, or a list of words with a
-list of tags. What the settings leave open is read from the training rows: the kind and the labels. Every faulty row is
-reported with its line.
+list of tags. Kind and labels, if not set, are inferred from the training rows. Every faulty row is reported with its
+line.
 
 Example:
     >>> import tempfile, pathlib
@@ -40,20 +40,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table(TextTask):
-    """A table; the registry's member has no data until `with_settings` says which table, and its kind and labels.
+    """Task of a table; the registered one has no data until `with_settings` gives it a table, with kind and labels.
 
     Args:
         settings: complete, if there are `metrics`.
         label_names: class names in the order of their ids; None for regression.
-        metrics: what is computed. Classification: accuracy, macro_f1 (the mean of the F1 of every class),
-            matthews_correlation and, of two classes, f1 (of the second). Regression: pearson, spearmanr.
-            Several labels: micro_f1, macro_f1, accuracy (of whole sets).
-            Tokens, over all words together: accuracy, macro_f1 and, if the tags are IOB2, entity_f1 (over entities:
-            type, first and last word must agree).
+        metrics: the computed metrics. Classification: accuracy, macro_f1 (the mean of the F1 of every class),
+            matthews_correlation and, for two classes, f1 (of the second). Regression: pearson, spearmanr. Several
+            labels: micro_f1, macro_f1, accuracy (of whole sets). Tokens, over all words together: accuracy, macro_f1
+            and, if the tags are IOB2, entity_f1 (over entities: type, first and last word must agree).
         primary: None; `settings.metric` is the score.
         splits: train and validation.
         notes: what was inferred, in words.
-        rows: those that were read to infer from, by split, until `load` takes them: each file is read once.
+        rows: the rows read for inference, by split, until `load` uses them, so that each file is read once.
     """
 
     settings: TableSettings = field(default_factory=TableSettings)
@@ -66,18 +65,18 @@ class Table(TextTask):
     name: str = "table"
 
     def check(self, settings: Mapping[str, Any]) -> list[str]:
-        """The faults of the settings as far as they show without reading a row."""
+        """List the faults of the settings that can be found without reading a row."""
         return TableSettings.among(settings).faults()
 
     def with_settings(self, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Table:
-        """The task of one table; what the settings leave open comes from the model, or from the training rows.
+        """Return the task of one table; missing settings are inferred from the model, or from the training rows.
 
         Args:
-            settings: fields of `TableSettings`, None for the default; other keys are passed over.
+            settings: fields of `TableSettings`, None for the default; other keys are ignored.
             model: config.json of a model that was trained on the table: its classes are the labels.
 
         Raises:
-            ConfigError: contradictory settings, no readable training rows, or labels that are none.
+            ConfigError: contradictory settings, no readable training rows, or invalid labels.
         """
         known = TableSettings.among(settings)
         if faults := known.faults():
@@ -122,7 +121,7 @@ class Table(TextTask):
 
     @property
     def problem_type(self) -> str | None:
-        """As in a transformers model config; None for tokens, where there is one kind of problem only."""
+        """The `problem_type` of a transformers config; None for tokens, which have a single kind of problem."""
         return None if self.tokens else LABELS if self.several else super().problem_type
 
     @property
@@ -131,12 +130,12 @@ class Table(TextTask):
 
     @property
     def several(self) -> bool:
-        """Whether an example has any number of labels: then the label is a row of zeros and ones."""
+        """Whether an example has any number of labels, so that its label is a row of zeros and ones."""
         return self.settings.kind == LABELS
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        """("words",), ("sentence1",) or ("sentence1", "sentence2")."""
+        """The text columns: ("words",), ("sentence1",) or ("sentence1", "sentence2")."""
         return ("words",) if self.tokens else ("sentence1", "sentence2")[: len(self.settings.columns) - 1]
 
     @property
@@ -160,12 +159,12 @@ class Table(TextTask):
         return f"the table {train}, evaluated on {evaluated}"
 
     def compute(self, predictions: Any, references: Any) -> dict[str, float]:
-        """As `Task.compute`; `score` is `settings.metric`.
+        """Compute the metrics like `Task.compute`; `score` is `settings.metric`.
 
         Args:
-            predictions: as there; of tokens the logits (examples, length, num_labels).
-            references: as there; of tokens the labels (examples, length), `IGNORED` where no word begins; of several
-                labels (examples, num_labels) of zeros and ones, for logits that are above 0 where a label is predicted.
+            predictions: as there; for tokens the logits (examples, length, num_labels).
+            references: as there; for tokens the labels (examples, length), `IGNORED` where no word begins; for several
+                labels (examples, num_labels) zeros and ones, for logits that are above 0 for predicted labels.
         """
         if self.several:
             logits, true = to_numpy(predictions), to_numpy(references)
@@ -229,7 +228,7 @@ class Table(TextTask):
         return require("datasets").DatasetDict({split: rows_of[split] for split in wanted})
 
     def _divided(self, rows: datasets.Dataset) -> dict[str, datasets.Dataset]:
-        """Training rows and those that are held back: of every class its share, at least one of two or more."""
+        """Split the rows into training and held-out rows: a share of every class, at least one of two or more."""
         count, share = len(rows), self.settings.hold_out
         single = self.label_names is not None and not self.tokens and not self.several
         groups = np.asarray(rows["label"][:]) if single else np.zeros(count, int)

@@ -1,4 +1,4 @@
-"""Texts without labels: read from a file, drawn, and tokenised into batches of similar length."""
+"""Texts without labels: reading from a file, sampling, and tokenisation into batches of similar length."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Columns = dict[str, list[str]]
 
 
 def read_texts(path: Path, names: Sequence[str], asked_by: str = "data") -> Columns:
-    """The texts of a file, one column for each of the names.
+    """Read the texts of a file, one column for each of the names.
 
     Args:
         path: a .txt file with one text per line, or a table (.csv, .tsv, .jsonl, .parquet).
-        names: of the columns: one, or two of pairs.
+        names: names of the columns: one, or two for pairs.
         asked_by: the argument or setting that gave the path, for messages.
 
     Raises:
@@ -38,7 +38,7 @@ def read_texts(path: Path, names: Sequence[str], asked_by: str = "data") -> Colu
 
 
 def checked_texts(rows: Rows) -> Columns:
-    """The columns of a table, every cell of which is a text; ConfigError with the lines of those that are none."""
+    """Return the columns of a table; ConfigError with the lines of cells that are not texts."""
     wrong = [
         (number, f"column {name!r} is {value!r}; expected a text")
         for name, values in rows.columns.items()
@@ -62,20 +62,20 @@ def _lines(path: Path, asked_by: str) -> list[str]:
 
 
 def drawn(count: int, size: int, seed: int) -> list[int]:
-    """`size` of the numbers below `count`, all different, in the order of a draw by `seed`; all if there are fewer."""
+    """Draw `size` distinct integers below `count` by `seed`, in random order; all if there are fewer."""
     import torch  # here, so that tasks are found without it
 
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].tolist()
 
 
 def batches_by_length(lengths: Sequence[int], chosen: Sequence[int], size: int) -> list[list[int]]:
-    """`chosen` in batches of up to `size`, examples of similar length together."""
+    """Split `chosen` into batches of up to `size` examples of similar length."""
     order = sorted(chosen, key=lambda index: lengths[index])
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
 def padded(values: Sequence[np.ndarray], filler: int = 0, left: bool = False) -> torch.Tensor:
-    """(examples, longest) int64 from arrays (length,), filled up behind them or, with `left`, before them."""
+    """Pad arrays (length,) to (examples, longest) int64, on the right or, with `left`, on the left."""
     longest = max(map(len, values))
     filled = np.full((len(values), longest), filler, dtype=np.int64)
     for row, ids in zip(filled, values, strict=True):
@@ -86,15 +86,15 @@ def padded(values: Sequence[np.ndarray], filler: int = 0, left: bool = False) ->
 
 
 class Tokens:
-    """Tokenised texts, padded when a batch is asked for.
+    """Tokenised texts, padded per batch.
 
     Args:
-        encoded: what a tokenizer gives for texts without padding and without attention mask.
-        tokenizer: that one.
+        encoded: output of a tokenizer for texts, without padding and without attention mask.
+        tokenizer: the tokenizer.
 
     Attributes:
-        columns: input_ids and the like, an array (length,) per example.
-        lengths: tokens of each example.
+        columns: input_ids and similar, an array (length,) per example.
+        lengths: number of tokens of each example.
     """
 
     def __init__(self, encoded: Mapping[str, Any], tokenizer: Any):
@@ -104,7 +104,7 @@ class Tokens:
         self._left = tokenizer.padding_side == "left"
 
     def batch(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
-        """input_ids, attention_mask, ... of the chosen examples, (batch, longest) each."""
+        """Return input_ids, attention_mask, ... of the chosen examples, (batch, longest) each."""
         chosen = {name: [values[index] for index in indices] for name, values in self.columns.items()}
         chosen["attention_mask"] = [np.ones_like(ids) for ids in chosen["input_ids"]]
         return {name: padded(values, self.fillers.get(name, 0), self._left) for name, values in chosen.items()}

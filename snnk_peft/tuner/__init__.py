@@ -1,6 +1,6 @@
 """The PEFT side: importing this module makes "SNNK" a PEFT method.
 
-`peft.register_peft_method` accepts only names of PEFT's own enum, so the tables it fills are filled here.
+`peft.register_peft_method` only accepts names of PEFT's own enum, so its tables are filled here.
 """
 
 from peft import mapping

@@ -1,9 +1,9 @@
-"""What an adapter records about its base model: sizes, a digest of its weights, and the labels of a classifier.
+"""An adapter's record of its base model: sizes, a digest of the weights, and the labels of a classifier.
 
-The digest is of a sample of the weights, in memory, where it takes milliseconds, and for every precision: the files of
-a name may change, and so may a model after loading. Embeddings are left out, which grow with the vocabulary, and so are
-the modules that the adapter saves in full. Labels are saved because a base model on the Hub knows nothing of them: it
-would get a new classifier of two labels.
+The digest is of a sample of the weights in memory, which takes milliseconds, for every precision: the files under a
+name may change, and so may a model after loading. Embeddings, which grow with the vocabulary, are excluded, as are the
+modules that the adapter saves in full. Labels are saved because a base model on the Hub does not have them: it would
+get a new classifier with two labels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from snnk_peft.tuner.slot_layer import original_path, root_of
 
 SAMPLE = 16  # values of every tensor: training moves nearly all of them
 INSIDE = (".snnk_slots.", ".modules_to_save.")
-# What a model of this precision may have been rounded to.
+# Precisions to which a model of this precision may have been rounded.
 COARSER = {
     torch.float64: (torch.float32, torch.bfloat16, torch.float16),
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
@@ -32,10 +32,10 @@ COARSER = {
 
 
 def base_digests(model: nn.Module, saved: Sequence[str] | None) -> dict[str, str] | None:
-    """Digests of a sample of the base model, by the precision to which it was rounded before.
+    """Compute digests of a sample of the base model, by the precision to which it was rounded first.
 
     Returns:
-        None for a model whose weights are not at hand, or quantized.
+        None for a model whose weights are unavailable, or quantized.
     """
     if getattr(root_of(model), "is_quantized", False):
         return None
@@ -74,7 +74,7 @@ def _embeddings(model: Any) -> list[nn.Parameter]:
 
 
 def note_another_base(config: SNNKConfig, present: dict[str, str] | None, model: nn.Module) -> None:
-    """Say so if an adapter comes into another base model than it was trained on."""
+    """Warn if an adapter is loaded into another base model than it was trained on."""
     saved = config.base_digests
     comparable = [name for name in present or () if name in (saved or ())]
     if saved is None or present is None or not comparable or saved[comparable[0]] == present[comparable[0]]:
@@ -91,7 +91,7 @@ def note_another_base(config: SNNKConfig, present: dict[str, str] | None, model:
 
 
 def note_labels(config: SNNKConfig, model: Any) -> None:
-    """Write the labels of a model into the config of its adapter; of one that has none, nothing."""
+    """Write the labels of a model, if it has any, into the config of its adapter."""
     model = root_of(model)
     number = _number(model)
     names = model.config.id2label or {} if number else {}
@@ -101,7 +101,7 @@ def note_labels(config: SNNKConfig, model: Any) -> None:
 
 
 def take_labels(config: SNNKConfig, model: Any) -> None:
-    """Give a model with transformers' placeholder label names those of an adapter."""
+    """Give a model with transformers' placeholder label names the names of an adapter."""
     number = _number(model)
     if number and config.id2label and model.config.id2label == {index: f"LABEL_{index}" for index in range(number)}:
         given = {} if model.config.problem_type is None else {"problem_type": model.config.problem_type}
@@ -123,7 +123,7 @@ def label_options(config: SNNKConfig, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def check_labels(config: SNNKConfig, model: nn.Module, layout: Layout, expected: Layout) -> None:
-    """ConfigError if an adapter's classifier has another number of labels than the model."""
+    """Raise ConfigError if an adapter's classifier has another number of labels than the model."""
     if (own := _number(model)) is None:
         return
     saved = len(config.id2label or ())
@@ -159,13 +159,13 @@ def measurements(model: nn.Module, family: ModelFamily | None) -> dict[str, str 
     sizes: dict[str, str | int] = {"model_type": family.name, "layers": len(layers)}
     if isinstance(expansion, nn.Linear):
         return sizes | {"hidden_size": expansion.in_features, "ffn_size": expansion.out_features}
-    # A family whose FFN is built otherwise; such a model takes no part that would depend on its size.
+    # A family with another kind of FFN; such a model takes no part that depends on its size.
     config = family.config_of(model)
     return sizes | {"hidden_size": config.hidden_size, "heads": config.num_attention_heads}
 
 
 def check_measurements(config: SNNKConfig, sizes: Mapping[str, str | int]) -> None:
-    """ConfigError if the adapter was made for a model of other sizes; says which."""
+    """Raise ConfigError, naming the sizes, if the adapter was made for a model with other sizes."""
     made_for = config.made_for
     if made_for is None or dict(made_for) == dict(sizes):
         return

@@ -1,8 +1,8 @@
-"""Check an adapter checkpoint before it touches a model: the file is complete, and it fits.
+"""Check an adapter checkpoint before the model is changed: the file is complete, and it fits.
 
-PEFT puts the adapter's modules into the model first and reads the file afterwards, so whatever is found then leaves a
-half-loaded model behind. The tuner therefore asks at the door (doors.py) what is coming and compares it with the
-modules it is about to install: first their sizes alone, so that nothing large is allocated for a config that lies.
+PEFT puts the adapter's modules into the model first and reads the file afterwards, so a fault found then leaves a
+half-loaded model behind. The tuner therefore looks up the file (doors.py) and compares it with the modules it is about
+to install: first their sizes alone, so that nothing large is allocated for a manipulated config.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 INSIDE = (".snnk_slots.", ".modules_to_save.", ".original_module.", ".base_layer.")
 ADDED_BY_PEFT = {"classifier", "score", "qa_outputs"}  # for a task_type, whether the model has them or not
 # A config may ask for this many times the parameters of its file (redrawn matrices are not in it), and for 256 MB
-# whatever the file holds.
+# for any file.
 ROOM, UNASKED = 4, 1 << 26
 
 
@@ -37,10 +37,10 @@ class Incoming:
     """Content of a weights file, or of a dict of tensors.
 
     Args:
-        name: of the file, for messages.
+        name: name of the file, for messages.
         layout: shape and dtype of every tensor.
-        checksums: those of matrices that are drawn again.
-        content_faults: messages about values that are damaged, or belong to another config; reads all of them.
+        checksums: checksums of matrices that are drawn again.
+        content_faults: returns messages about values that are damaged, or belong to another config; reads all of them.
     """
 
     name: str
@@ -52,13 +52,13 @@ class Incoming:
 def plain_start(config: SNNKConfig) -> SNNKConfig:
     """Return a config of the same sizes that needs no pretrained weights, and allocates every matrix.
 
-    Its modules can be built on the meta device, which tells their sizes before memory is asked for.
+    Its modules can be built on the meta device, which gives their sizes before memory is allocated.
     """
     return SNNKConfig(parts=[part.undrawn() for part in config.named_parts().values()], seed=config.seed)
 
 
 def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
-    """ConfigError if the config asks for far more parameters than the file can fill."""
+    """Raise ConfigError if the config asks for far more parameters than the file can fill."""
     wanted = sum(value.numel() for slots in trial.values() for value in nn.ModuleList(slots).state_dict().values())
     given = sum(math.prod(shape) for shape, _ in incoming.layout.values())
     if wanted > ROOM * given + UNASKED:
@@ -108,7 +108,7 @@ def check_weights(
 
 
 def check_loaded(config: SNNKConfig, model: nn.Module, adapter_name: str, incoming: Incoming | None) -> None:
-    """`check_weights` for an adapter that is in the model already and gets other weights."""
+    """Apply `check_weights` to an adapter that is already in the model and gets other weights."""
     if incoming is not None:
         layers = {original_path(n): m for n, m in model.named_modules() if isinstance(m, SlotLayer)}
         slots = {
@@ -120,7 +120,7 @@ def check_loaded(config: SNNKConfig, model: nn.Module, adapter_name: str, incomi
 
 
 def _embedding_keys(model: Any) -> set[str]:
-    """Tensors of the embeddings, which PEFT saves where the vocabulary was changed, or on request."""
+    """Return the keys of the embeddings, which PEFT saves if the vocabulary was changed, or on request."""
     keys = set()
     getters = (getattr(model, name, lambda: None) for name in ("get_input_embeddings", "get_output_embeddings"))
     for getter in getters:
@@ -135,7 +135,7 @@ def _embedding_keys(model: Any) -> set[str]:
 
 
 def _place(key: str) -> str:
-    """A key of the file without PEFT's prefix, and without the wrappers around a module inside a wrapped one."""
+    """Strip from a key of the file PEFT's prefix, and the wrappers around a module inside a wrapped one."""
     return original_path(key)
 
 
@@ -144,9 +144,9 @@ def _inside_adapter(name: str) -> bool:
 
 
 def clashes(model: nn.Module, places: set[str], saved: list[str] | None) -> list[str]:
-    """Messages where this adapter's places and the modules that some adapter saves in full get in each other's way.
+    """List conflicts between this adapter's places and the modules that some adapter saves in full.
 
-    PEFT matches `modules_to_save` by the end of the path, copies the whole module and renames what is inside.
+    PEFT matches `modules_to_save` by the end of the path, copies the whole module and renames its children.
     """
     named = {original_path(name): module for name, module in model.named_modules()}
     remedy = "leave one of the two out, or load the adapters into separate copies of the model"

@@ -1,9 +1,9 @@
-"""The loading methods through which adapter weights come in, where it is known which file will be read.
+"""The loading methods of adapter weights, wrapped to know which file will be read.
 
 PEFT and transformers put an adapter's modules into the model first and read its file afterwards, and neither tells the
-tuner which file. So the three methods that load adapters note what they were given, for as long as they run; the tuner
-looks there before it changes anything (see checkpoint.py). The Auto classes, which read adapter_config.json themselves,
-are only asked to name that file if it is damaged. Other PEFT methods load as ever.
+tuner which file. So the three methods that load adapters record their arguments while they run; the tuner looks there
+before it changes anything (see checkpoint.py). The Auto classes, which read adapter_config.json themselves, are only
+made to name that file if it is damaged. Other PEFT methods load as usual.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Door:
 
     Args:
         source: folder or Hub repository, or None for tensors in memory.
-        options: of the download: subfolder, revision, token and so on.
+        options: options of the download: subfolder, revision, token and so on.
         tensors: those in memory.
         pickled: whether a pickled file was asked for.
         seen: set once the tuner has compared them with its modules.
@@ -63,7 +63,7 @@ class Door:
         """The tensors that will be loaded.
 
         Raises:
-            ConfigError: they are not in a safetensors file.
+            ConfigError: the tensors are not in a safetensors file.
         """
         self.seen = True
         if self.tensors is not None:
@@ -99,7 +99,7 @@ class Door:
         return folder if folder is not None and folder.is_dir() else None
 
     def check_config(self, needs_base: bool = False) -> None:
-        """ConfigError if a local adapter_config.json cannot be read, or is not that of the method it was saved for."""
+        """Raise ConfigError if a local adapter_config.json cannot be read, or is not that of its original method."""
         folder = self._folder()
         if folder is None or not os.path.lexists(path := folder / CONFIG):
             return
@@ -128,7 +128,7 @@ class Door:
 
 
 def _check_base(folder: Path) -> None:
-    """ConfigError if the config of a local model asks for far more layers than its weights have tensors."""
+    """Raise ConfigError if the config of a local model asks for far more layers than its weights have tensors."""
     path = folder / MODEL_CONFIG
     if not os.path.lexists(path):
         return
@@ -171,13 +171,13 @@ _open: ContextVar[Door | None] = ContextVar("snnk_peft_door", default=None)
 
 
 def open_door() -> Door | None:
-    """Return what is being loaded at the moment; None for a new adapter."""
+    """Return what is currently being loaded; None for a new adapter."""
     return _open.get()
 
 
 @contextlib.contextmanager
 def _through(source: object, options: Mapping[str, Any], tensors: Mapping[str, torch.Tensor] | None) -> Iterator[Door]:
-    """Note what is loaded; of nested loading methods, the outermost one counts."""
+    """Record what is loaded in a context; of nested loading methods, the outermost one is used."""
     outer = _open.get()
     if outer is not None:
         yield outer
@@ -242,7 +242,7 @@ def _watch_auto(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_parts(door: Door, adapter_name: str, config: SNNKConfig) -> None:
-    """ConfigError if what goes into an adapter that is there was saved with other options, which no tensor tells."""
+    """Raise ConfigError if weights for an existing adapter were saved with other options, which tensors do not show."""
     if door.source is None:
         return
     new = PeftConfig.from_pretrained(door.source, **door.options)
@@ -250,7 +250,7 @@ def _check_parts(door: Door, adapter_name: str, config: SNNKConfig) -> None:
         raise ConfigError(
             f"{door.source} is an adapter of {PeftType(new.peft_type).value}; adapter {adapter_name!r} is one of SNNK"
         )
-    # As plain data, which has lists where a config in memory may have tuples.
+    # As plain data, with lists where a config in memory may have tuples.
     here, there = (
         {name: json.loads(json.dumps(asdict(part))) for name, part in each.named_parts().items()}
         for each in (config, new)
@@ -303,9 +303,9 @@ def _watch_transformers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def watch_doors() -> None:
-    """Wrap the loading methods of PEFT and transformers, once, to note their arguments."""
+    """Wrap the loading methods of PEFT and transformers, once, to record their arguments."""
     PretrainedConfig._dict_from_json_file = classmethod(_watch_json(PretrainedConfig._dict_from_json_file.__func__))  # type: ignore
-    # Every Auto class has a copy of its own of `from_pretrained`; what all of them call is one function.
+    # Every Auto class has its own copy of `from_pretrained`; all of them call this one function.
     auto_factory.find_adapter_config_file = _watch_search(auto_factory.find_adapter_config_file)
     _BaseAutoPeftModel.from_pretrained = classmethod(_watch_auto(_BaseAutoPeftModel.from_pretrained.__func__))  # type: ignore
     PeftModel.from_pretrained = classmethod(_watch_from_pretrained(PeftModel.from_pretrained.__func__))  # type: ignore

@@ -36,17 +36,17 @@ def get_snnk_model(
         model: a transformers model of a known family (`FAMILIES.names()`), on any device, in any floating dtype.
         config: which parts, with which feature maps.
         adapter_name: name under which the new parameters are kept.
-        revision: of the base model on the Hub, if it was loaded with one: written to the adapter's config, and what
-            AutoPeftModel loads. That of the config if None.
+        revision: revision of the base model on the Hub, if it was loaded with one; written to the adapter's config, and
+            loaded by AutoPeftModel. None for the config's.
 
     Returns:
-        A `peft.PeftModel`: train it with any loop or Trainer, `save_pretrained` writes only the new parameters.
+        A `peft.PeftModel`: train it with any loop or Trainer; `save_pretrained` writes only the new parameters.
 
     Raises:
         ConfigError: sizes or layers that do not fit the model; lists all of them.
-        UnsupportedError: the model has no such part, is of an unknown family, is wrapped for data parallelism, holds
-            adapters already, is a bundle, is quantized (adapters and norms go onto such a model all the same),
-            compiled, or was loaded inside torch.inference_mode.
+        UnsupportedError: the model has no such part, is of an unknown family, is wrapped for data parallelism, already
+            holds adapters, is a bundle, is quantized (unless the parts are adapters and norms), compiled, or was loaded
+            inside torch.inference_mode.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -81,8 +81,8 @@ def get_snnk_model(
         )
     refuse_patched(model)
     as_floating_point(model)
-    # PEFT writes into the config it is given; the caller's can then be used for other models. What an earlier model
-    # left in it binds a checkpoint, not a fresh start.
+    # PEFT writes into the config; a copy lets the caller use theirs for other models. Entries left by an earlier model
+    # apply to a checkpoint, not to a new adapter.
     fresh = copy.deepcopy(config)
     fresh.target_modules = fresh.trained_within = fresh.made_for = fresh.saved_embeddings = None
     fresh.base_digests = fresh.id2label = fresh.problem_type = None
@@ -94,7 +94,7 @@ def get_snnk_model(
 
 
 def _instead_of(given: Any) -> str:
-    """How to come to a config from what was given in its place."""
+    """Describe how to get a config from the object given in its place."""
     if isinstance(getattr(given, "config", None), SNNKConfig):
         return "SNNKConfig, such as its .config"
     if isinstance(given, Part):

@@ -1,8 +1,8 @@
 """Models as users have them: compiled, in inference_mode, held by another object, or patched already.
 
 Calibrating and folding read modules one by one, through hooks, and write into tensors that are trained later. So a
-compiled model is used without its compiled code, and the functions of this package run outside of inference_mode, in
-which nothing that can be trained is made.
+compiled model is used without its compiled code, and the functions of this package run outside inference_mode, in which
+no trainable tensors can be created.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def takes_model(function: Function) -> Function:
-    """Decorate a function whose first argument is a model to accept models as users have them (see the module text).
+    """Decorate a function whose first argument is a model to accept models as users have them (see above).
 
     Raises:
-        ConfigError, UnsupportedError: of the function, for what is no model, or only holds one.
+        ConfigError, UnsupportedError: raised by the function for an object that is not a model, or only holds one.
         UnknownOptionError: arguments that the function does not take.
     """
 
@@ -55,7 +55,7 @@ def takes_model(function: Function) -> Function:
 
 
 def outside_inference_mode(method: Function) -> Function:
-    """A method that makes tensors, some of which are written to later."""
+    """Decorate a method to run outside inference_mode, because its tensors are written to later."""
 
     @functools.wraps(method)
     def enter(*args: Any, **kwargs: Any) -> Any:
@@ -67,16 +67,16 @@ def outside_inference_mode(method: Function) -> Function:
 
 
 def is_compiled(model: Any) -> bool:
-    """Return True for the wrapper that torch.compile puts around a model."""
+    """Return whether a model is the wrapper made by torch.compile."""
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
 def plain_model(model: Any) -> nn.Module:
-    """The model without the wrapper of torch.compile.
+    """Return the model without the wrapper of torch.compile.
 
     Raises:
         ConfigError: no model.
-        UnsupportedError: something that holds a model.
+        UnsupportedError: an object that holds a model.
     """
     refuse_holders(model)
     if isinstance(model, COPIES):
@@ -88,7 +88,7 @@ def plain_model(model: Any) -> nn.Module:
 
 
 def refuse_holders(model: Any) -> None:
-    """Raise ConfigError or UnsupportedError for what is no module, and for a SentenceTransformer, naming its model."""
+    """Raise ConfigError or UnsupportedError for non-modules, and for a SentenceTransformer, naming its model."""
     name = type(model).__name__
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {in_words(model)}; expected a transformers model{_instead_of(model)}")
@@ -101,7 +101,7 @@ def refuse_holders(model: Any) -> None:
 
 
 def _instead_of(given: Any) -> str:
-    """How to come to a model from what was given in its place."""
+    """Describe how to get a model from the object given in its place."""
     if isinstance(getattr(given, "model", None), nn.Module):
         return f", such as its .model ({in_words(given.model)})"
     if isinstance(given, (str, os.PathLike)):
@@ -112,10 +112,10 @@ def _instead_of(given: Any) -> str:
 
 
 def of_transformers(model: nn.Module, consequence: str) -> PreTrainedModel:
-    """The model, if it is one of transformers.
+    """Return the model if it is a transformers model.
 
     Raises:
-        UnsupportedError: it is not; with the consequence, and the path of one that it holds.
+        UnsupportedError: it is not; the message names the consequence, and the path of one that it holds.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
@@ -125,7 +125,7 @@ def of_transformers(model: nn.Module, consequence: str) -> PreTrainedModel:
 
 
 def no_adapter(model: nn.Module) -> str | None:
-    """Why there is no active SNNK adapter in a model, and what to do, or None if there is one."""
+    """Return why a model has no active SNNK adapter, and what to do, or None if it has one."""
     name = type(root_of(model)).__name__
     layers = [module for module in model.modules() if isinstance(module, SlotLayer)]
     if layers:
@@ -142,26 +142,26 @@ def no_adapter(model: nn.Module) -> str | None:
 
 
 def is_bundle(model: nn.Module) -> bool:
-    """Return True for a model from `bundle`, or loaded from its folder; not for one of which only the head is new."""
+    """Return whether a model is from `bundle`, or loaded from its folder; False for one with only a new head."""
     plan = getattr(getattr(model, "config", None), "snnk_plan", None)
     return plan is not None and not {spec["kind"] for spec in plan["modules"].values()} <= {"identity", "pooled_head"}
 
 
 def share_choices(model_type: str, bundled: str) -> None:
-    """Let PEFT choose the modules of LoRA and its kin for bundles as it does for the originals of this type."""
+    """Let PEFT choose the modules of LoRA and similar methods for bundles as for the originals of this type."""
     for choices in vars(constants).values():
         if isinstance(choices, dict) and model_type in choices:
             choices.setdefault(bundled, choices[model_type])
 
 
 def foreign_layers(model: nn.Module) -> list[tuple[str, BaseTunerLayer]]:
-    """The layers of other PEFT methods, with their paths."""
+    """Return the layers of other PEFT methods, with their paths."""
     tuned = [(name, each) for name, each in model.named_modules() if isinstance(each, BaseTunerLayer)]
     return [(name, each) for name, each in tuned if not isinstance(each, SlotLayer)]
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:
-    """UnsupportedError for weights that were made inside torch.inference_mode: nothing can be written or trained."""
+    """Raise UnsupportedError for weights created inside torch.inference_mode, which cannot be written to or trained."""
     made = [name for name, value in model.named_parameters() if value.is_inference()]
     if made:
         raise UnsupportedError(
@@ -181,7 +181,7 @@ def _unusual(model: Any) -> bool:
 
 
 def as_usual(model: Any) -> contextlib.ExitStack:
-    """Leave inference_mode, and disable compiled code of the model, in a context."""
+    """Leave inference_mode, and disable the model's compiled code, in a context."""
     stack = contextlib.ExitStack()
     if _has_compiled(model):
         stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -193,9 +193,9 @@ def as_usual(model: Any) -> contextlib.ExitStack:
 
 
 def refuse_prepared(model: nn.Module, parts: Iterable[Part] = ()) -> None:
-    """UnsupportedError for a model that is not a plain one: wrapped by PEFT or in copies, a bundle, or quantized.
+    """Raise UnsupportedError for a model that is wrapped by PEFT or replicated, a bundle, or quantized.
 
-    The last only where it is to have other `parts` than those that call its Linears, or none.
+    Quantized models are only refused for `parts` that do more than call its Linears, or for none.
     """
     if isinstance(model, COPIES):
         raise UnsupportedError(
@@ -242,7 +242,7 @@ PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_dequantized(model: nn.Module) -> bool:
-    """Return True for a model that transformers made floating point out of a GGUF file, and still calls quantized."""
+    """Return whether a model was dequantized from a GGUF file by transformers, but is still marked as quantized."""
     method = getattr(getattr(getattr(model, "hf_quantizer", None), "quantization_config", None), "quant_method", None)
     return str(getattr(method, "value", method)) == "gguf" and all(
         type(parameter.data) is torch.Tensor and parameter.dtype in PLAIN for parameter in model.parameters()
@@ -250,7 +250,7 @@ def is_dequantized(model: nn.Module) -> bool:
 
 
 def as_floating_point(model: Any) -> None:
-    """Take the mark of quantization off a model that holds no quantized weight, so that it is trained and saved."""
+    """Remove the quantization mark from a model without quantized weights, so that it can be trained and saved."""
     if not is_dequantized(model):
         return
     model.is_quantized, model.hf_quantizer = False, None
@@ -261,7 +261,7 @@ def as_floating_point(model: Any) -> None:
 
 
 def refuse_patched(model: nn.Module) -> None:
-    """UnsupportedError for a transformers model that get_snnk_model has patched, in place."""
+    """Raise UnsupportedError for a transformers model that get_snnk_model has patched in place."""
     if (slots := next((m for m in model.modules() if isinstance(m, SlotLayer)), None)) is not None:
         raise UnsupportedError(
             f"{type(model).__name__} is patched already (adapter {', '.join(map(repr, slots.snnk_slots))}); expected a "

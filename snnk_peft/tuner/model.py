@@ -1,8 +1,8 @@
 """SNNKModel: the PEFT tuner. Plans all parts, then wraps each planned module in a `SlotLayer`.
 
 Everything a PEFT user knows works on the result: several named adapters, set/disable/delete, modules_to_save,
-adapter-only checkpoints, AutoPeftModel, Trainer. One difference: a replacing part (pooler, FFN) is an approximation
-and not the identity at the start; `calibrate` makes it a good one.
+adapter-only checkpoints, AutoPeftModel, Trainer. One difference: a replacing part (pooler, FFN) is initially an
+approximation and not the identity; `calibrate` makes it a good one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from snnk_peft.tuner.slot_layer import (
 
 
 def plan_patches(model: nn.Module, config: SNNKConfig, filled: bool = False) -> list[Patch]:
-    """All patches of all parts. Nothing is changed.
+    """Plan all patches of all parts, without changing the model.
 
     Raises:
         ConfigError, UnsupportedError: every fault of every part in one error.
@@ -93,7 +93,7 @@ def _clash(path: str, several: list[tuple[str, Part, Patch]]) -> str | None:
 
 
 def quantized_faults(model: nn.Module, saved: list[str]) -> list[str]:
-    """Messages about modules that are trained in full, such as the task head, and whose weights are quantized."""
+    """List faults of modules that are trained in full, such as the task head, but have quantized weights."""
     by_transformers = getattr(model, "is_quantized", False)
     return [
         f"{name} is trained in full and holds quantized weights ({type(value.data).__name__}, {value.dtype}); expected "
@@ -107,7 +107,7 @@ def quantized_faults(model: nn.Module, saved: list[str]) -> list[str]:
 
 
 def build_slots(patches: list[Patch]) -> dict[str, list[Slot]]:
-    """The modules that the patches ask for, by path; the innermost first."""
+    """Build the slots that the patches ask for, by path; the innermost first."""
     slots: dict[str, list[Slot]] = {}
     for patch in patches:
         if patch.build is not None:
@@ -116,7 +116,7 @@ def build_slots(patches: list[Patch]) -> dict[str, list[Slot]]:
 
 
 class SNNKModel(BaseTuner):
-    """The PEFT tuner of a patched model; create it by `get_snnk_model` or `peft.get_peft_model`."""
+    """PEFT tuner of a patched model; create it with `get_snnk_model` or `peft.get_peft_model`."""
 
     prefix = "snnk_"
     tuner_layer_cls = SlotLayer
@@ -130,7 +130,7 @@ class SNNKModel(BaseTuner):
         try:
             super().__init__(model, peft_config, adapter_name, *args, **kwargs)
         except BaseException:  # Ctrl-C too
-            # transformers notes the adapter before it is made.
+            # transformers registers the adapter before it is created.
             if getattr(model, "_hf_peft_config_loaded", False):
                 noted: Any = getattr(model, "peft_config", {})
                 for name in set(noted) - known:
@@ -152,7 +152,7 @@ class SNNKModel(BaseTuner):
         extra = [patch.path for patch in patches if patch.train]
         saved = modules_to_save(peft_config, model, family, extra)
         places = {patch.path for patch in patches if patch.build is not None}
-        # PEFT takes modules_to_save by their ending: "classifier" would also catch a changed "pre_classifier".
+        # PEFT matches modules_to_save by suffix: "classifier" would also match a changed "pre_classifier".
         copied = [n for n in saved or () if any(p != n and p.endswith(n) for p in places) and n in module_names(model)]
         within = {patch.path for patch in patches if patch.around_head}
         copied += sorted(within & {*(saved or ()), *(peft_config.trained_within or ())})
@@ -166,7 +166,7 @@ class SNNKModel(BaseTuner):
         faults += [fault for one in others for fault in name_faults(one, saved or ())]
         if faults := faults + clashes(model, places | set(copied), saved):
             raise ConfigError(faults)
-        # Everything is built, and compared with the checkpoint, before the first module is touched.
+        # Everything is built, and compared with the checkpoint, before the first module is changed.
         door = open_door()
         incoming = None if door is None else door.incoming()
         if incoming is not None:
@@ -203,13 +203,13 @@ class SNNKModel(BaseTuner):
         low_cpu_mem_usage: bool = False,
         state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Inject as PEFT does, also at places inside a layer that an earlier adapter wrapped, which PEFT skips."""
+        """Inject an adapter as PEFT does, also inside a layer that an earlier adapter wrapped, which PEFT skips."""
         if torch.is_inference_mode_enabled() and not self.peft_config[adapter_name].inference_mode:
             raise ConfigError(
                 "an adapter is made inside torch.inference_mode(), where nothing is made that can be trained; leave "
                 "it, or call get_snnk_model, which does"
             )
-        # PEFT makes the modules of other methods while it goes through the model; ours are made before that.
+        # PEFT creates the modules of other methods while it traverses the model; ours are created before.
         self._making = init_empty_weights if low_cpu_mem_usage else contextlib.nullcontext
         self._adding = adapter_name
         patched = any(isinstance(module, SlotLayer) for module in model.modules())
@@ -220,7 +220,7 @@ class SNNKModel(BaseTuner):
             parent, _, name = path.rpartition(".")
             places = model.get_submodule(path), name, model.get_submodule(parent)
             self._create_and_replace(self.peft_config[adapter_name], adapter_name, *places, current_key=path)
-        # As PEFT does, but for parameters whose path happens to hold the new adapter's name.
+        # As PEFT does, except for parameters whose path happens to contain the new adapter's name.
         for parameter, requires_grad in trained:
             parameter.requires_grad = requires_grad
         warn_if_nothing_is_trained(cast(SNNKConfig, self.peft_config[adapter_name]), model, adapter_name)
@@ -239,7 +239,7 @@ class SNNKModel(BaseTuner):
 
     @contextlib.contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """PEFT's place for `adapter_names`, an adapter for each row, in forward and generate."""
+        """Handle `adapter_names`, an adapter for each row, in forward and generate; PEFT's hook for it."""
         names = kwargs.get("adapter_names")
         if names is None:
             yield
@@ -248,7 +248,7 @@ class SNNKModel(BaseTuner):
                 yield
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> None:
-        """Not possible: a weighted sum of two non-linear adapters is no adapter with averaged tensors."""
+        """Unsupported: a weighted sum of two non-linear adapters is not an adapter with averaged tensors."""
         raise UnsupportedError(
             "add_weighted_adapter was called on SNNK adapters; expected adapters that are added to a weight, such as "
             "LoRA's. Non-linear ones have feature matrices of their own, and the mean of their readouts fits neither. "
@@ -301,7 +301,7 @@ class SNNKModel(BaseTuner):
         was_active = adapter_name in self.active_adapters
         super().delete_adapter(adapter_name)
         if was_active and self.peft_config:
-            # Adapters may have parts in different places, where PEFT lets each place choose a successor for itself.
+            # Adapters may have parts in different places, and PEFT lets each place choose its own successor.
             rest = [name for name in self.active_adapters if name in self.peft_config]
             self.set_adapter(rest or next(iter(self.peft_config)))
 
@@ -317,7 +317,7 @@ class SNNKModel(BaseTuner):
         state_dict: dict[str, torch.Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, torch.Tensor]:
-        # PEFT goes on with this same dict, for modules_to_save and embeddings.
+        # PEFT continues with this same dict, for modules_to_save and embeddings.
         put_back(model, adapter_name, state_dict, unwanted_adapter_names)
         note_labels(config, model)
         return {key: value for key, value in state_dict.items() if f".snnk_slots.{adapter_name}." in key}
@@ -327,12 +327,12 @@ class SNNKModel(BaseTuner):
         return re.sub(rf"\.snnk_slots\.{re.escape(adapter_name)}\.", ".snnk_slots.", key)
 
 
-# Attributes of task models under which transformers keeps a head that no pretraining has seen.
+# Attributes of task models under which transformers keeps a head that was not pretrained.
 HEADS = ("classifier", "score", "qa_outputs", "cls_classifier", "distillation_classifier", HEAD)
 
 
 def module_names(model: nn.Module) -> set[str]:
-    """Paths of all modules."""
+    """Return the paths of all modules."""
     return {name for name, _ in model.named_modules()}
 
 
@@ -347,7 +347,7 @@ def modules_to_save(
         path = None if head is None or family is None else family.path(model, head)
         present = path in module_names(model) and not isinstance(model.get_submodule(str(path)), nn.Identity)
         names = [path] if present and path is not None else []
-        # A head of another task (token classes, answers) is as new as the family's own, and named alike everywhere.
+        # A head of another task (token classes, answers) is as new as the family's own; names are the same everywhere.
         own = {name for name, part in model.named_children() if not isinstance(part, nn.Identity)} - {classifier}
         if family is None or classifier is not None:  # None: the family says that no head is trained along
             names += [name for name in HEADS if name in own and name not in names]

@@ -1,7 +1,7 @@
-"""Rows of one batch through adapters of their own: `model(x, adapter_names=["a", "b", "__base__"])`.
+"""Rows of one batch with different adapters: `model(x, adapter_names=["a", "b", "__base__"])`.
 
-Row i is what the model gives with the adapter named for it alone, "__base__" what it gives with none. Every module that
-adapters change goes through its rows adapter by adapter; all others see the whole batch.
+Row i is the model's output with its named adapter alone, or without any for "__base__". Every module that adapters
+change processes its rows adapter by adapter; all others process the whole batch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ BASE = "__base__"
 
 
 class RowAdapters:
-    """Which row of a batch goes through which adapter, for the time of one call of the model.
+    """Assignment of the rows of a batch to adapters, during one call of the model.
 
     Attributes:
-        widths: adapter -> length of its rows, where the module before gave them different ones (the features of an
-            adapter beside the FFN); the shorter are filled up with zeros.
+        widths: adapter -> length of its rows, if the previous module made them different (the features of an adapter
+            beside the FFN); shorter rows are padded with zeros.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -37,8 +37,8 @@ class RowAdapters:
         """Compute the output of a module whose rows use different adapters.
 
         Raises:
-            ConfigError: the rows are no multiple of the names (beams and choices stand next to each other).
-            UnsupportedError: the module gives something else than a tensor.
+            ConfigError: the number of rows is not a multiple of the number of names (beams and choices are adjacent).
+            UnsupportedError: the module returns something other than a tensor.
         """
         x, names = args[0], self.names
         if len(x) % len(names):
@@ -75,9 +75,9 @@ class RowAdapters:
 
 
 class _SavedInFull:
-    """A forward hook of a module that adapters save in full: the rows of each through its copy.
+    """Forward hook of a module that adapters save in full, which sends the rows of each through its copy.
 
-    PEFT's own way takes three kinds of modules, and only adapters that all have a copy.
+    PEFT's own implementation supports three kinds of modules, and only adapters that all have a copy.
     """
 
     def __init__(self, rows: RowAdapters):
@@ -97,11 +97,11 @@ class _SavedInFull:
 
 @contextlib.contextmanager
 def rows_through(model: nn.Module, names: Any, configs: Mapping[str, Any], rows: int | None) -> Iterator[None]:
-    """Let each row go through its adapter.
+    """Send each row through its adapter in a context.
 
     Raises:
-        ConfigError: names that no adapter has, or not one per row, or a model in training mode.
-        UnsupportedError: an adapter with a part that rows cannot choose one by one.
+        ConfigError: unknown adapter names, or not one per row, or a model in training mode.
+        UnsupportedError: an adapter with a part that cannot be chosen per row.
     """
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names) or not names:
         raise ConfigError(f"adapter_names is {names!r}; expected a list with the name of an adapter for each row")
@@ -138,7 +138,7 @@ def rows_through(model: nn.Module, names: Any, configs: Mapping[str, Any], rows:
 
 
 def refuse_rows(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """A hook before the forward of a model with adapters that transformers added: it would swallow `adapter_names`.
+    """Refuse `adapter_names`; a forward pre-hook of models with adapters added by transformers, which ignores them.
 
     Raises:
         UnsupportedError: names are given.

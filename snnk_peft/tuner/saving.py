@@ -1,13 +1,13 @@
-"""Save adapters: the whole folder or none of it, with its config tied to its weights; and the names they can have.
+"""Save adapters: the whole folder or nothing, with the config tied to the weights; and the names they can have.
 
 PEFT writes weights, config and card one after the other into the folder itself; transformers writes the config first.
-The model inside a PeftModel would write its wrapped modules under names that no transformers class has, so its
+The model inside a PeftModel would write its wrapped modules under names unknown to transformers, so its
 `save_pretrained` is replaced.
 
-A name becomes a key of modules (`….snnk_slots.NAME.0.…`) and the folder that `save_pretrained` writes the adapter to.
-PEFT takes the tensors of all *other* adapters out of a state dict by their names, wherever those stand in a key: with
-adapters called "0" or "output" it loses most of every other one. They are put back here (`put_back`), so any such name
-works.
+A name becomes part of module keys (`….snnk_slots.NAME.0.…`) and the folder to which `save_pretrained` writes the
+adapter. PEFT removes the tensors of all *other* adapters from a state dict by their names, wherever these occur in a
+key: with adapters called "0" or "output" it loses most of every other one. They are put back here (`put_back`), so any
+such name works.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from snnk_peft.saved_folder import written_whole
 from snnk_peft.stamps import stamp_together
 
 CARD = "README.md"
-# Names that stand in the keys of every patched model, or in `model(..., adapter_names=[...])`.
+# Names that occur in the keys of every patched model, or in `model(..., adapter_names=[...])`.
 RESERVED = ("snnk_slots", "modules_to_save", "base_layer", "original_module", "__base__")
 FOLDER_BYTES = 255  # the longest name of a folder that common file systems take
 
 
 @contextlib.contextmanager
 def saved_adapters(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """A context with a folder to save adapters to, in it and in folders below; at its end they are in `folder`.
+    """Provide a folder in a context to save adapters to, also in subfolders; on exit they are moved to `folder`.
 
     Raises:
-        ConfigError: it cannot be written to; what was there before is unchanged.
+        ConfigError: the folder cannot be written to; existing files are unchanged.
     """
     target = Path(folder)
     with written_whole(target) as staged:
@@ -58,13 +58,13 @@ def saved_adapters(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def watch_saving() -> None:
-    """Let `PeftModel.save_pretrained` write SNNK adapters whole, and cards that the Hub takes; once."""
+    """Make `PeftModel.save_pretrained` write SNNK adapters atomically, with cards that the Hub accepts; once."""
     PeftModel.create_or_update_model_card = _keeping_cards(PeftModel.create_or_update_model_card)  # type: ignore[method-assign]
     PeftModel.save_pretrained = _saving_whole(PeftModel.save_pretrained)  # type: ignore[method-assign]
 
 
 def _keeping_cards(original: Callable[..., Any]) -> Callable[..., Any]:
-    """PEFT replaces the tags of a card that is there, and names a local base model; the Trainer calls it too."""
+    """Wrap PEFT's card writer, which replaces the tags of an existing card and names a local base model."""
 
     @functools.wraps(original)
     def create_or_update_model_card(self: PeftModel, output_dir: str) -> None:
@@ -104,7 +104,7 @@ def _saving_whole(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PatchedSave:
-    """Stands in for a patched model's `save_pretrained`."""
+    """Replacement for a patched model's `save_pretrained`."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -135,24 +135,24 @@ def guard_save(model: Any) -> None:
 
 
 def release_save(model: Any) -> None:
-    """Undo what `guard_save` did."""
+    """Undo `guard_save`."""
     if isinstance(vars(model).get("save_pretrained"), PatchedSave):
         del model.save_pretrained
 
 
 def name_faults(name: object, saved: Collection[str] = ()) -> list[str]:
-    """Messages if an adapter cannot have this name.
+    """List the faults of an adapter's name.
 
     Args:
         name: as given.
-        saved: the modules that some adapter saves in full (`modules_to_save`). PEFT finds those by the end of their
-            path, and would find its own copies of them under such a name.
+        saved: the modules that some adapter saves in full (`modules_to_save`). PEFT matches these by the end of their
+            path, and would match its own copies of them under such a name.
     """
     remedy = "choose another, such as 'fold-0'"
     if not isinstance(name, str) or not name:
         return [f"the adapter's name is {name!r}; expected text that is not empty"]
     faults = []
-    # transformers reads keys as regular expressions; of their signs only these do harm.
+    # transformers treats keys as regular expressions; only these of their characters do harm.
     if wrong := sorted({sign for sign in name if sign in "./\\()" or not sign.isprintable()}):
         signs = ", ".join(map(repr, wrong))
         faults.append(f"adapter name {name!r} holds {signs}, and has to be a module's and a folder's name; {remedy}")
@@ -175,13 +175,13 @@ def put_back(model: nn.Module, adapter_name: str, state: dict[str, torch.Tensor]
 
     Args:
         model: the patched model.
-        adapter_name: the adapter that is saved.
-        state: tensors by name, without those whose name holds one of another adapter's.
+        adapter_name: the adapter being saved.
+        state: tensors by name, without those whose name contains another adapter's name.
         others: names of the other adapters.
 
     Raises:
-        ConfigError: `state` is not that of the model (gathered from several processes, averaged), which then cannot
-            tell what is missing.
+        ConfigError: `state` is not the model's own (gathered from several processes, averaged), so that missing tensors
+            cannot be identified.
     """
     names = (name for name, _ in itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers()))
     taken = [n for n in names if n not in state and any(f".{one}." in f"{n}." for one in others)]
@@ -199,7 +199,7 @@ def put_back(model: nn.Module, adapter_name: str, state: dict[str, torch.Tensor]
 
 
 def _belongs(name: str, adapter_name: str, others: Collection[str]) -> bool:
-    """Return True for a tensor of this adapter, or of the base model, which may be saved with it."""
+    """Return whether a tensor is this adapter's, or of the base model, which may be saved with it."""
     for holder in (".snnk_slots.", ".modules_to_save."):
         if holder in name:
             return name.partition(holder)[2].partition(".")[0] == adapter_name

@@ -1,8 +1,8 @@
 """SlotLayer, the only module that PEFT sees: it wraps an original module and holds its slots per adapter name.
 
-All adapter bookkeeping lives here and in `model.py`; the slots themselves (layers/slots.py) never see a name. A module
-may exist and never be called (ALBERT's `dropout`), or not for this task; a slot there has no effect and gets no
-gradient. So the first forward pass in which an adapter is in use is watched, and only that one.
+All adapter bookkeeping is here and in `model.py`; the slots themselves (layers/slots.py) never see a name. A module may
+exist but never be called (ALBERT's `dropout`), or not for this task; a slot there has no effect and gets no gradient.
+So the first forward pass with an adapter in use is checked, and only that one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ SHOWN = 4  # places named in a warning
 
 
 class SlotLayer(nn.Module, BaseTunerLayer):
-    """An original module with SNNK slots around it or in its place.
+    """Original module with SNNK slots around it or in its place.
 
     Args:
         base_layer: the original module; kept, and used when adapters are disabled.
 
     Attributes:
         snnk_slots: adapter name -> the slots of that adapter here, innermost first.
-        was_called: whether a forward pass has come here (outside of compiled code).
-        rows: the `RowAdapters` of the call that is under way, if it names an adapter for each row.
-        held_back: slots that do not act for the time being; `calibrate` looks at the original beside what it fits.
+        was_called: whether a forward pass has reached this module (outside compiled code).
+        rows: the `RowAdapters` of the current call, if it names an adapter for each row.
+        held_back: slots that are temporarily disabled, while `calibrate` runs the original.
     """
 
     adapter_layer_names = ("snnk_slots",)
@@ -58,7 +58,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         self.in_features: int | None = shape[1]
 
     def __getattr__(self, name: str) -> Any:
-        """Modules inside the original are found under their original path, where adapters may go as well."""
+        """Look up modules inside the original under their original path, where adapters may be placed as well."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -98,7 +98,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
                 f"active adapters {list(self.active_adapters)} replace the same {type(self.base_layer).__name__}; "
                 "activate one of them with set_adapter(name)"
             )
-        # A replacement never calls what it wraps, so it has to be the innermost.
+        # A replacement never calls the module it wraps, so it has to be the innermost.
         return sorted(slots, key=lambda slot: not slot.replaces)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,9 +125,9 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         """Move one adapter's tensors. Parameters take `dtype`; frozen matrices stay in fp32.
 
         Args:
-            adapter_name: which one; those that have nothing here are passed over.
-            device: where to; None leaves them where they are.
-            dtype: what parameters become; None leaves them as they are.
+            adapter_name: the adapter; one without slots here is ignored.
+            device: the new device; None for no change.
+            dtype: the new dtype of parameters; None for no change.
         """
         if adapter_name not in self.snnk_slots:
             return
@@ -145,24 +145,24 @@ class SlotLayer(nn.Module, BaseTunerLayer):
             self.move_to(adapter_name, target, None)
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Not possible: a non-linear layer cannot be added to a weight."""
+        """Unsupported: a non-linear layer cannot be added to a weight."""
         raise ConfigError("SNNK layers are not linear and cannot be merged in place; use snnk_peft.bundle(model)")
 
     def unmerge(self) -> None:
         raise ConfigError("SNNK layers are never merged; there is nothing to unmerge")
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
-        """False: the change is not a low-rank addition to a weight."""
+        """Return False: the change is not a low-rank addition to a weight."""
         return False
 
 
 def original_path(path: str) -> str:
-    """The path of a module in the unpatched model: without PEFT's prefix and the wrappers around it."""
+    """Return the path of a module in the unpatched model, without PEFT's prefix and the wrappers around it."""
     return path.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def root_of(model: nn.Module) -> Any:
-    """The model inside PEFT's wrapper."""
+    """Return the model inside PEFT's wrapper."""
     return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
@@ -177,14 +177,14 @@ def is_of_an_adapter(module: nn.Module) -> bool:
 
 
 def saved_in_full(module: nn.Module) -> nn.Module:
-    """The copy in use of a module that adapters save in full, or its original; any other module itself."""
+    """Return the active copy of a module that adapters save in full, or its original; any other module itself."""
     if not isinstance(module, ModulesToSaveWrapper):
         return module
     return module.original_module if module.disable_adapters else active_module(module)
 
 
 def active_module(module: nn.Module) -> nn.Module:
-    """The module in use behind the wrappers: the trained copy of modules_to_save, or the original."""
+    """Return the module in use inside the wrappers: the trained copy of modules_to_save, or the original."""
     if isinstance(module, ModulesToSaveWrapper):
         active = module.active_adapter
         name = active if isinstance(active, str) else next(iter(active), "")
@@ -198,10 +198,10 @@ def active_module(module: nn.Module) -> nn.Module:
 
 
 class FirstForward:
-    """A forward hook of the model that warns once about slots that were not called, and takes itself out.
+    """Forward hook of the model that warns once about slots that were not called, and removes itself.
 
     Args:
-        adapter_name: whose slots.
+        adapter_name: the adapter whose slots are checked.
     """
 
     def __init__(self, adapter_name: str):
@@ -217,7 +217,7 @@ class FirstForward:
         for number, hook in list(model._forward_hooks.items()):
             if hook is self:
                 del model._forward_hooks[number]
-        # Compiled layers do not tell.
+        # Compiled layers do not record calls.
         quiet = tuple(f"{name}." for name, part in model.named_modules() if part._compiled_call_impl is not None)
         silent = [name for name, layer in layers.items() if not layer.was_called and not f"{name}.".startswith(quiet)]
         if silent:
@@ -241,17 +241,17 @@ def watch_first_forward(model: nn.Module, adapter_name: str) -> None:
 
 
 def run_watchers(model: nn.Module) -> None:
-    """Do the work of the hooks where PEFT runs the model without them."""
+    """Run the hooks where PEFT calls the model without them."""
     for hook in list(model._forward_hooks.values()):
         if isinstance(hook, FirstForward):
             hook(model)
 
 
 def warn_if_nothing_is_trained(config: SNNKConfig, model: nn.Module, adapter_name: str) -> None:
-    """Warn if a new adapter has nothing to train, unless the config says so (`modules_to_save=[]`).
+    """Warn if a new adapter has nothing to train, unless the config asks for it (`modules_to_save=[]`).
 
     Args:
-        config: as the tuner completed it.
+        config: the config as completed by the tuner.
         model: the patched model.
         adapter_name: the adapter.
     """

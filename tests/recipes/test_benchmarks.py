@@ -22,7 +22,7 @@ from papers.lib.cifar_resnet import CifarResNet
 from recipe_world import RECIPES
 from safetensors.torch import save_file
 from scipy.stats import pearsonr, spearmanr
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import (
@@ -30,8 +30,6 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
     ViTConfig,
     ViTForImageClassification,
@@ -40,7 +38,7 @@ from transformers import (
 
 from tests.fresh_process import run_python
 from tests.glue_files import write_task
-from tests.recipe_world import write_world
+from tests.recipe_world import write_decoder, write_world
 from tests.tiny_families import build, main_head
 
 BENCHMARKS = RECIPES / "benchmarks"
@@ -483,17 +481,7 @@ def test_narrower_ffn_blocks(tmp_path: Path, output: Path) -> None:
 
 def test_a_decoder_whose_cache_shrinks(tmp_path: Path, output: Path) -> None:
     """A smaller cache of a random Llama, on stand-ins of IMDb's archive and of a document."""
-    special = ["<pad>", "<s>", "</s>"]
-    words = {word: number for number, word in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    by_bytes = Tokenizer(models.BPE(vocab=words, merges=[]))
-    by_bytes.pre_tokenizer, by_bytes.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    names = dict(zip(("pad_token", "bos_token", "eos_token"), special, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=by_bytes, **names).save_pretrained(tmp_path / "model")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    tokens = {"vocab_size": 300, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    config = LlamaConfig(num_key_value_heads=2, initializer_range=0.2, max_position_embeddings=1600, **sizes, **tokens)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    write_decoder(tmp_path / "model", 1600)
     with tarfile.open(tmp_path / "imdb.tar.gz", "w:gz") as archive:
         for split in ("train", "test"):
             for number in range(4):

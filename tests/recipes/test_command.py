@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import re
@@ -15,12 +16,13 @@ import torch
 import yaml
 from data import TASKS
 from glue_files import write_task
-from recipe_world import reset_accelerate, save_classifier
+from recipe_world import reset_accelerate, save_classifier, write_decoder
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 from snnk_cli.app import app
-from snnk_peft import AdapterPart, SNNKConfig, bundle, get_snnk_model
+from snnk_cli.language import passkeys, told
+from snnk_peft import AdapterPart, AttentionPart, SNNKConfig, bundle, get_snnk_model
 from tests.fresh_process import run_python
 from tests.hub_stand_in import HubStandIn
 
@@ -145,6 +147,70 @@ def test_convert_then_score_export_and_describe(here: Path, capsys: pytest.Captu
     assert snnk("convert", "model", "--texts", "texts.txt", "--output", "out", *SMALL, "--overwrite") == 0
     told = capsys.readouterr().out
     assert "next: snnk score out/bundle --table" in told
+
+
+def test_a_language_model_is_scored_on_texts(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Beside its conversion; perplexity and copying of the plain model by one forward pass without a cache."""
+    monkeypatch.chdir(tmp_path)
+    write_decoder(tmp_path / "model", 1024)
+    tokenizer, model = AutoTokenizer.from_pretrained("model"), AutoModelForCausalLM.from_pretrained("model").eval()
+    text = " ".join(f"line {number}: {number**2 % 97} ships on the sea" for number in range(90))
+    (tmp_path / "long.txt").write_text(text, encoding="utf-8")
+    part = AttentionPart(near_field=16, near_field_normalisation="joint", sinks=2, num_features=4)
+    small = bundle(get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=part, modules_to_save=[])))
+    small.save_pretrained("small")
+    tokenizer.save_pretrained("small")
+
+    how = ["--texts", "long.txt", "--beside", "model", "length=512", "stretches=3", "--output", "told.json", "--json"]
+    assert snnk("score", "small", *how) == 0
+    first, second = printed(capsys)["rows"]
+    assert (first["model"], second["model"]) == ("small", "model")
+    assert first["cache bytes"] < 0.2 * second["cache bytes"]
+    assert second["cache bytes"] == 522 * 2 * 2 * 2 * 8 * 4  # tokens, layers, keys and values, heads, width, bytes
+
+    ids = torch.tensor([tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]])[:1536]
+    with torch.no_grad():
+        found = model(ids.view(3, 512)).logits.log_softmax(-1)
+    nats = -found[:, :-1].gather(-1, ids.view(3, 512)[:, 1:, None]).squeeze(-1)
+    for start, end in ((0, 128), (128, 256), (256, 512)):
+        expected = nats[:, max(0, start - 1) : end - 1].mean().exp()
+        assert second["perplexity"][f"to {end}"] == pytest.approx(float(expected), rel=1e-4)
+        assert first["perplexity"][f"to {end}"] != pytest.approx(float(expected), rel=1e-4)
+    shares = []
+    for begin in range(0, 4 * ((1536 - 64 - 256) // 4), (1536 - 64 - 256) // 4):
+        given = torch.cat((ids[:1], ids[begin : begin + 320], ids[begin : begin + 64]))
+        with torch.no_grad():
+            likely = model(given[None]).logits[0].argmax(-1)
+        shares.append((likely[-49:-1] == given[-48:]).float().mean())
+    assert second["copied"]["after 256"] == pytest.approx(float(sum(shares) / 4))
+    assert list(second["passkey"]) == ["in 128", "in 256", "in 512"]
+    assert (tmp_path / "told.png").read_bytes().startswith(b"\x89PNG")
+
+    assert snnk("score", "model", "--texts", "long.txt", "length=8192") == 2
+    assert re.search(r"long.txt holds \d+ tokens; expected 8192", capsys.readouterr().err)
+    assert snnk("score", place / "model", "--texts", "long.txt") == 2
+    assert "expected a causal language model" in capsys.readouterr().err
+
+
+def test_passkeys_are_looked_for(tmp_path: Path) -> None:
+    """Told by a reader that knows where numbers stand, and by none that does not."""
+    write_decoder(tmp_path / "model", 1024)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+
+    class Knowing:
+        def written(self, ids: torch.Tensor, count: int) -> list[int]:
+            key = re.findall(r"is (\d+)\.", tokenizer.decode(ids))[0]
+            return list(tokenizer(f" {key}", add_special_tokens=False)["input_ids"])[:count]
+
+    class Guessing:
+        def written(self, ids: torch.Tensor, count: int) -> list[int]:
+            return list(tokenizer(" 12345 678", add_special_tokens=False)["input_ids"])[:count]
+
+    assert passkeys(Knowing(), tokenizer, 900) == 1  # type: ignore[arg-type]
+    assert passkeys(Guessing(), tokenizer, 900) == 0  # type: ignore[arg-type]
+    assert 750 < len(told(tokenizer, 900, 0.5, 12345)) <= 901
 
 
 def test_classes_without_names(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,1 +1,1 @@
-"""What `convert_models.py` converts and measures, one file each: `add_options` and `run`."""
+"""The conversions that `convert_models.py` measures, one file each: `add_options` and `run`."""

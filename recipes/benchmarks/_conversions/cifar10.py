@@ -36,7 +36,7 @@ BATCH = 100
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """What is converted, and with what."""
+    """Add the options of model and data."""
     options.add_argument("--model", type=Path, required=True, help="folder of the classifier and its image processor")
     options.add_argument("--data", required=True, help="CIFAR-10 in any layout that the task reads")
     options.add_argument("--pictures", type=int, default=1000, help="unlabelled training pictures (default 1000)")

@@ -63,7 +63,7 @@ WAYS = ("original", "ffn", "ffn+", "plan", "attention", "svd", "fisher", "modegp
 
 
 def speeds(one: FineTuned, models: Mapping[str, nn.Module], shapes: Sequence[str], repetitions: int) -> Any:
-    """Of each model the original's milliseconds, and its time over the model's, of the quickest pass each."""
+    """Return the original's milliseconds for each model, and the ratio of the two quickest passes."""
     found: dict[str, dict[str, float]] = {name: {} for name in models}
     for number, shape in enumerate(shapes):
         inputs = timed(one.teacher, shape)
@@ -143,7 +143,7 @@ def draw(table: Sequence[Mapping[str, Any]], shape: str, file: Path) -> None:
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """What is compared, and with what."""
+    """Add the options of model, data and points."""
     finetuned.add_options(options)
     options.add_argument("--shapes", nargs="+", default=["32x64"], help="that are timed, the first for plan")
     options.add_argument("--seeds", type=int, default=3, help="draws of the examples (default 3)")
@@ -153,7 +153,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 
 def fault(arguments: argparse.Namespace) -> str | None:
-    """What is there to measure."""
+    """Return a message if `--only` names no point."""
     if chosen(arguments.only):
         return None
     return f"--only {' '.join(arguments.only)} names no point; expected some of {', '.join(points('', float))}"
@@ -204,7 +204,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def earlier(output: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What an earlier run measured.
+    """Return the rows that an earlier run measured.
 
     Raises:
         SystemExit: of another model, or otherwise.

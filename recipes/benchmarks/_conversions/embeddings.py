@@ -50,7 +50,7 @@ TOLD = ("cosine", "least cosine", "spearman", "recall", "found", "speed-up", f"m
 
 
 class Judged(NamedTuple):
-    """What the vectors are judged on.
+    """The texts and scores that vectors are evaluated on.
 
     Args:
         pairs: the sentences of STS-B, first ones before second ones.
@@ -68,7 +68,7 @@ class Judged(NamedTuple):
 
 
 def judged(data: str, queries: int, corpus: int) -> Judged:
-    """Of the development sets of STS-B, QQP and MNLI."""
+    """Read the development sets of STS-B, QQP and MNLI."""
     stsb, qqp = TASKS["stsb"].load(data, splits=["validation"])["validation"], TASKS["qqp"].load(data)["validation"]
     mnli = TASKS["mnli"].load(data, splits=["validation_matched"])["validation_matched"]
     marked = [
@@ -125,7 +125,7 @@ def near(rows: Tensor, queries: Sequence[int]) -> Tensor:
 
 
 def figures_of(given: Sequence[Tensor], on: Judged, original: Sequence[Tensor]) -> dict[str, float]:
-    """What the vectors of the pairs and of the corpus are worth, beside the original's."""
+    """Evaluate the vectors of the pairs and of the corpus beside the original's."""
     pairs, corpus = given
     half = len(on.scores)
     alike = (pairs[:half] * pairs[half:]).sum(-1)
@@ -188,7 +188,7 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """What is converted, and with what."""
+    """Add the options of model and data."""
     options.add_argument("--model", type=Path, required=True, help="folder of the sentence encoder")
     options.add_argument("--data", required=True, help="folder with STS-B, QQP, MNLI and SST-2 of GLUE")
     options.add_argument("--sentences", type=int, default=6000, help="unlabelled, of each seed (default 6000)")

@@ -61,7 +61,7 @@ class FineTuned:
         return [examples.batch(each) for each in batches_by_length(lengths, range(len(lengths)), self.batch_size)]
 
     def logits(self, model: nn.Module) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Of the scored examples, with their labels, by split."""
+        """Return the logits of the scored examples with their labels, by split."""
         alone = Alone(torch.device("cpu"))
         found = {name: predict(model, each, self.batch_size, alone) for name, each in self.scored.items()}
         return {name: both for name, both in found.items() if both is not None}
@@ -83,7 +83,7 @@ class FineTuned:
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """What a `FineTuned` is made from."""
+    """Add the arguments of `FineTuned`."""
     texts = [name for name in TASKS.names() if TASKS[name].modality == "text"]
     options.add_argument("--task", default="sst2", choices=texts, metavar="TASK", help="of texts (default sst2)")
     options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned model")

@@ -30,28 +30,21 @@ import math
 import statistics
 import tarfile
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from _bench import report
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from snnk_cli.files import read_json
+from snnk_cli.language import PASSAGE, PIECE, Read, copying, passkeys, recalled, strung
 from snnk_cli.plots import make_axes, store
 from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, convert, get_snnk_model
-from snnk_peft.attention import RecurrentCache
 from snnk_peft.planning.full_heads import cache_part
 
-PIECE = 512  # tokens of a forward pass
-PASSAGE, KNOWN, PASSAGES = 64, 16, 4
-DEPTHS = (0.1, 0.4, 0.6, 0.9)  # where the number stands
-FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-KEY = "The pass key is {0}. Remember it. {0} is the pass key. "
-QUESTION = "What is the pass key? The pass key is"
 SINKS = 4
 WAYS = ("original", "window", "by attention", "converted")
 
@@ -76,99 +69,9 @@ def reviews(archive: Path, split: str, tokenizer: Any, tokens: int) -> Tensor:
 
 @torch.inference_mode()
 def perplexity(model: Any, ids: Tensor, length: int) -> float:
-    """Of text cut into pieces of `length` tokens."""
+    """Compute the perplexity of text cut into pieces of `length` tokens."""
     losses = [model(input_ids=row[None], labels=row[None], use_cache=False).loss.item() for row in ids.split(length)]
     return math.exp(statistics.fmean(losses))
-
-
-class Read:
-    """A model with the cache that its users have."""
-
-    def __init__(self, model: Any):
-        self.model = model
-
-    def cache(self) -> Any:
-        """An empty one."""
-        linear = any(hasattr(module, "snnk_kernel") for module in self.model.modules())
-        return RecurrentCache(self.model) if linear else DynamicCache(config=self.model.config)
-
-    @torch.inference_mode()
-    def logits(self, ids: Tensor) -> Iterator[Tensor]:
-        """Of the next token behind each of `ids` (L,), piece by piece: (n, vocabulary)."""
-        cache = self.cache()
-        for piece in ids.split(PIECE):
-            yield self.model(input_ids=piece[None], past_key_values=cache).logits[0]
-
-    def losses(self, ids: Tensor) -> Tensor:
-        """Nats of each token but the first: (L − 1,)."""
-        wanted, found = ids[1:].split(PIECE), []
-        for logits, tokens in zip(self.logits(ids), wanted, strict=False):
-            found.append(nn.functional.cross_entropy(logits[: len(tokens)].float(), tokens, reduction="none"))
-        return torch.cat(found)
-
-    def copied(self, ids: Tensor) -> float:
-        """The share of the last tokens that are the most likely ones."""
-        likely = torch.cat([logits.argmax(-1) for logits in self.logits(ids)])
-        count = PASSAGE - KNOWN
-        return float((likely[-count - 1 : -1] == ids[-count:]).float().mean())
-
-    @torch.inference_mode()
-    def written(self, ids: Tensor, count: int) -> list[int]:
-        """The most likely tokens behind `ids`."""
-        cache, found = self.cache(), []
-        for piece in ids.split(PIECE):
-            likely = self.model(input_ids=piece[None], past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax()
-        for _ in range(count):
-            found.append(int(likely))
-            step = torch.tensor([[found[-1]]])
-            likely = self.model(input_ids=step, past_key_values=cache).logits[0, -1].argmax()
-        return found
-
-    @torch.inference_mode()
-    def decoding(self, ids: Tensor, repetitions: int) -> tuple[int, float]:
-        """Bytes of the cache behind the tokens, and milliseconds of each further one."""
-        cache = self.cache()
-        for piece in ids.split(PIECE):
-            self.model(input_ids=piece[None], past_key_values=cache, logits_to_keep=1)
-        seconds = []
-        for token in ids[:repetitions]:
-            start = time.perf_counter()
-            self.model(input_ids=token[None, None], past_key_values=cache)
-            seconds.append(time.perf_counter() - start)
-        return bytes_of(cache), 1000 * statistics.median(seconds)
-
-
-def bytes_of(cache: Any) -> int:
-    """Of all layers."""
-    return sum(getattr(layer, "nbytes", None) or layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def recalled(ids: Tensor, first: int, between: int) -> Tensor:
-    """A passage, other text, the passage again."""
-    passage, other = ids[first : first + PASSAGE], ids[first + 1000 : first + 1000 + between]
-    return torch.cat((ids[:1], passage, other, passage))
-
-
-def told(tokenizer: Any, tokens: int, depth: float, key: int) -> Tensor:
-    """Text of about so many tokens in which a number stands at a depth, and a question for it."""
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    sentence, told, question = ids(FILLER), ids(KEY.format(key)), ids(QUESTION)
-    room = max(2, (tokens - len(told) - len(question)) // len(sentence))
-    before = round(depth * room)
-    return torch.tensor([tokenizer.bos_token_id, *sentence * before, *told, *sentence * (room - before), *question])
-
-
-def passkeys(read: Read, tokenizer: Any, tokens: int) -> float:
-    """How often the number is told."""
-    right = 0
-    for number, depth in enumerate(DEPTHS):
-        key = 10_000 + 17_041 * (number + 1)
-        given = told(tokenizer, tokens, depth, key)
-        right += str(key) in str(tokenizer.decode(read.written(given, 8)))
-    return right / len(DEPTHS)
 
 
 def by_attention(model: Any, batches: list[dict[str, Tensor]], count: int) -> list[list[int]]:
@@ -202,7 +105,7 @@ def windowed(model: Any, width: int) -> Any:
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """What is converted, and with what."""
+    """Add the options of model, texts and tests."""
     options.add_argument("--model", type=Path, required=True, help="folder of the model and its tokenizer")
     options.add_argument("--data", type=Path, required=True, help="archive of IMDb, aclImdb_v1.tar.gz or as .tar.xz")
     options.add_argument("--documents", type=Path, nargs="+", required=True, help="long texts, to judge on")
@@ -225,8 +128,7 @@ def run(arguments: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = found["rows"] if found.get("settings") == settings else []
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    text = "\n\n".join(file.read_text(encoding="utf-8") for file in arguments.documents)
-    document = torch.tensor([tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]])
+    document = strung(tokenizer, ["\n\n".join(file.read_text(encoding="utf-8") for file in arguments.documents)])
     tests = {"reviews": reviews(arguments.data, "test", tokenizer, arguments.longest), "document": document}
     if len(document) < arguments.longest:
         raise SystemExit(
@@ -267,19 +169,12 @@ def _made(way: str, model: Any, batches: list[dict[str, Tensor]], share: float, 
 
 def _judged(read: Read, tests: dict[str, Tensor], tokenizer: Any, given: argparse.Namespace) -> dict[str, float]:
     found: dict[str, float] = {}
-
-    def mean(values: Callable[[int], float], count: int) -> float:
-        return statistics.fmean(values(number) for number in range(count))
-
     for name, ids in tests.items():
         losses = read.losses(ids[: given.longest])
         for where, part in (("to", losses[: given.fitted]), ("behind", losses[given.fitted :])):
             found[f"{name}, {where} {given.fitted}"] = math.exp(float(part.mean()))
     for between in given.between:
-        room = len(tests["document"]) - 1000 - between - PASSAGE
-        step = max(1, room // PASSAGES)
-        copied = mean(lambda n, b=between, s=step: read.copied(recalled(tests["document"], n * s, b)), PASSAGES)  # type: ignore[misc]
-        found[f"copied after {between}"] = copied
+        found[f"copied after {between}"] = copying(read, tests["document"], between)
     for tokens in given.passkeys:
         found[f"passkey in {tokens}"] = passkeys(read, tokenizer, tokens)
     for tokens in (min(PIECE, given.longest), given.longest):
@@ -290,7 +185,7 @@ def _judged(read: Read, tests: dict[str, Tensor], tokenizer: Any, given: argpars
 
 
 def _draw(rows: list[dict[str, Any]], file: Path) -> None:
-    """What is copied over what is cached."""
+    """Plot the copied share over the bytes of the cache."""
     figure, axes = make_axes(size=(7, 5))
     bytes_key = [key for key in rows[0] if key.startswith("cache bytes")][-1]
     copied = next(key for key in rows[0] if key.startswith("copied"))

@@ -43,7 +43,7 @@ def row(name: str, model: Any, pieces: torch.Tensor, seconds: float, original: f
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """What is converted, and with what."""
+    """Add the options of model, texts and sizes."""
     options.add_argument("--model", type=Path, required=True, help="folder of the model and its tokenizer")
     options.add_argument("--data", type=Path, required=True, help="archive of IMDb, aclImdb_v1.tar.gz or as .tar.xz")
     options.add_argument("--units", type=int, default=1152, help="hidden units that stay in each layer (default 1152)")

@@ -1,4 +1,4 @@
-"""What `convert` takes for models of the sizes that users have: seconds, memory, and what it gains in speed.
+"""Cost of `convert` for models of the sizes that users have: seconds, memory, and the speed gained.
 
     python recipes/benchmarks/convert_models.py sizes
     python recipes/benchmarks/convert_models.py sizes --shapes bert-base vit-base --budget 2x
@@ -91,7 +91,7 @@ def prepared(
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
-    """What is converted, and with what."""
+    """Add the options of shapes and data."""
     options.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="which (default all)")
     options.add_argument("--budget", default="2x", help="of latency (default 2x)")
     options.add_argument("--texts", type=int, default=2500, help="that are given (default 2500)")

@@ -28,7 +28,8 @@ def bf16(wanted: bool) -> contextlib.AbstractContextManager[object]:
 
 
 def all_but_embedding(model: Any) -> list[Tensor]:
-    """What is trained of a language model; the embedding was not converted, and a tied output reads it."""
+    """Return the trained parameters of a language model; the embedding was not converted, and a tied output reads
+    it."""
     embedded = model.get_input_embeddings().weight
     return [parameter for parameter in model.parameters() if parameter is not embedded]
 

@@ -1,1 +1,1 @@
-"""Other ways to shrink a fine-tuned BERT, as their papers describe them, to compare with."""
+"""Baselines: other ways to shrink a fine-tuned BERT, as their papers describe them."""

@@ -1,6 +1,6 @@
-"""What the peers share: a BERT block by block on real sentences, what its heads and units cost, and cutting them out.
+"""Shared code of the baselines: running a BERT block by block, costs of its heads and units, and removing them.
 
-Sublayers are walked one at a time, as post-LN BERT computes them: x -> LN(x + attention(x)) -> LN(x + ffn(x)).
+Sublayers are run one at a time, as in a post-LN BERT: x -> LN(x + attention(x)) -> LN(x + ffn(x)).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Batch = Mapping[str, Tensor]
 
 
 class Cost(NamedTuple):
-    """Multiply-adds per token of what can be removed.
+    """Multiply-adds per token of the parts that can be removed.
 
     Args:
-        head: of one attention head, its share of the four projections and of the products with other tokens.
-        unit: of one hidden unit of an FFN.
-        heads: per layer.
-        units: per layer.
-        layers: of the model.
+        head: MACs of one attention head: its share of the four projections and of the products with other tokens.
+        unit: MACs of one hidden unit of an FFN.
+        heads: heads per layer.
+        units: hidden units per layer.
+        layers: number of layers.
     """
 
     head: int
@@ -35,7 +35,7 @@ class Cost(NamedTuple):
 
     @classmethod
     def of(cls, config: Any, tokens: int = 64) -> Cost:
-        """For sentences of so many tokens."""
+        """Compute the costs for sentences of `tokens` tokens."""
         dim, heads = config.hidden_size, config.num_attention_heads
         size = dim // heads
         return cls(
@@ -44,11 +44,11 @@ class Cost(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Of all heads and units."""
+        """Multiply-adds of all heads and units."""
         return self.layers * (self.heads * self.head + self.units * self.unit)
 
     def unit_share(self, share: float) -> float:
-        """The share of FFN multiply-adds that leaves `share` of all of them, the heads untouched.
+        """Return the share of FFN multiply-adds that leaves `share` of the total, with the heads untouched.
 
         Raises:
             ValueError: the heads alone cost more.
@@ -63,11 +63,11 @@ class Cost(NamedTuple):
 
 @dataclass
 class State:
-    """Sentences on their way through a model.
+    """The hidden states of sentences between two sublayers.
 
     Args:
-        x: (sentences, tokens, dim), what the next sublayer gets.
-        mask: as the layers get it, or None.
+        x: (sentences, tokens, dim), input of the next sublayer.
+        mask: mask passed to the layers, or None.
         real: (sentences, tokens), False at padding.
     """
 
@@ -77,22 +77,22 @@ class State:
 
 
 class _Reached(Exception):  # noqa: N818 - control flow, not an error
-    """Ends a forward pass in front of the first layer."""
+    """Signal that ends a forward pass before the first layer."""
 
 
 def encoder_layers(model: nn.Module) -> Sequence[Any]:
-    """The layers of a BERT with a head."""
+    """Return the layers of a BERT with a head."""
     return model.base_model.encoder.layer
 
 
 def model_inputs(batch: Batch) -> dict[str, Tensor]:
-    """A batch without its labels."""
+    """Return a batch without its labels."""
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
 @torch.no_grad()
 def entering(model: nn.Module, batches: Sequence[Batch]) -> list[State]:
-    """What the first layer gets from each batch."""
+    """Return the input of the first layer for each batch."""
     states: list[State] = []
 
     def look(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -115,25 +115,25 @@ def entering(model: nn.Module, batches: Sequence[Batch]) -> list[State]:
 
 
 def heads_of(layer: Any, state: State) -> Tensor:
-    """What the heads of a layer read, side by side, before the output projection: (sentences, tokens, heads · size)."""
+    """Return the outputs of a layer's heads, before the output projection: (sentences, tokens, heads · size)."""
     return layer.attention.self(state.x, attention_mask=state.mask)[0]
 
 
 def behind_attention(layer: Any, state: State, heads: Tensor | None = None) -> State:
-    """The state behind the attention sublayer; `heads`, if they are known already."""
+    """Return the state after the attention sublayer; `heads` are its heads' outputs, if already known."""
     heads = heads_of(layer, state) if heads is None else heads
     return dataclasses.replace(state, x=layer.attention.output(heads, state.x))
 
 
 def behind_ffn(layer: Any, state: State, hidden: Tensor | None = None) -> State:
-    """The state behind the FFN sublayer; `hidden`, its activations, if they are known already."""
+    """Return the state after the FFN sublayer; `hidden` are its activations, if already known."""
     hidden = layer.intermediate(state.x) if hidden is None else hidden
     return dataclasses.replace(state, x=layer.output(hidden, state.x))
 
 
 def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """A plain fp32 Linear of these tensors."""
-    made = nn.Linear(1, 1, device="meta")  # none of size 0, of which torch warns
+    """Create a plain fp32 Linear from these tensors."""
+    made = nn.Linear(1, 1, device="meta")  # not of size 0, which torch warns about
     made.out_features, made.in_features = weight.shape
     made.weight = nn.Parameter(weight.detach().float().clone(memory_format=torch.contiguous_format))
     made.bias = nn.Parameter(bias.detach().float().clone())
@@ -141,22 +141,22 @@ def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def keep_units(layer: Any, units: Tensor, contraction: Tensor | None = None) -> None:
-    """Leave these hidden units of the FFN; `contraction` (dim, kept) is the new second matrix, if it changes."""
+    """Keep only these hidden units of the FFN; `contraction` (dim, kept) is the new second matrix, if it changes."""
     expansion, out = layer.intermediate.dense, layer.output.dense
     layer.intermediate.dense = linear(expansion.weight[units], expansion.bias[units])
     layer.output.dense = linear(out.weight[:, units] if contraction is None else contraction, out.bias)
 
 
 class NoHeads(nn.Module):
-    """Attention that has lost all of its heads: its output projection adds its bias to nothing."""
+    """Attention that has lost all its heads, so that only the bias of its output projection is left."""
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
-        """(..., dim) -> (..., 0)."""
+        """Map (..., dim) to (..., 0)."""
         return x[..., :0], None
 
 
 def keep_heads(layer: Any, heads: Tensor) -> None:
-    """Leave these attention heads."""
+    """Keep only these attention heads."""
     attention, out = layer.attention.self, layer.attention.output.dense
     size = attention.attention_head_size
     rows = (heads[:, None] * size + torch.arange(size)).flatten()

@@ -1,6 +1,6 @@
-"""Every other layer, trained towards the original's answers (as DistilBERT begins, Sanh et al. 2019), for some seconds.
+"""Evenly spaced layers distilled towards the original's answers for some seconds (DistilBERT, Sanh et al. 2019).
 
-The student keeps layers at equal distances, with their weights, and all else; its loss is KL(p ‖ p') to the original's
+The student keeps evenly spaced layers with their weights, and all else; its loss is KL(p ‖ p') to the original's
 answers p. No labels. AdamW, weight decay 1e-4, a linear schedule over the seconds with a warm-up.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 from _peers.blocks import Batch, encoder_layers, model_inputs
 from snnk_cli.teacher import logit_loss
 
-WARMUP = 0.06  # of the time
+WARMUP = 0.06  # share of the time
 
 
 def distil(
@@ -32,17 +32,17 @@ def distil(
     size: int = 32,
     clock: Callable[[], float] = time.perf_counter,
 ) -> nn.Module:
-    """A copy of `teacher` with so many of its layers, trained so that all of it takes `seconds`.
+    """Return a copy of `teacher` with `layers` of its layers, distilled within `seconds` in all.
 
     Args:
         teacher: a classifier.
-        batches: labels are not read; shuffled in every epoch, and cut into batches of `size`.
-        layers: how many stay, the first among them.
-        seconds: from the start of this call; one step at least.
-        seed: of the order.
+        batches: batches, whose labels are not read; split into batches of `size` and shuffled in every epoch.
+        layers: number of layers to keep, including the first.
+        seconds: time limit from the start of this call; at least one step is made.
+        seed: seed of the order.
         rate: the highest learning rate.
-        size: sentences of a step.
-        clock: seconds now.
+        size: sentences per step.
+        clock: returns the current time in seconds.
     """
     start = clock()
     student: Any = copy.deepcopy(teacher)
@@ -74,14 +74,14 @@ def _train(
     size: int,
     clock: Callable[[], float],
 ) -> None:
-    """Train what requires a gradient, until `seconds` after `start`.
+    """Train the parameters that require a gradient, until `seconds` after `start`.
 
     Args:
-        model: in eval mode or not.
-        batches: given to `loss` in smaller ones.
-        loss: of a batch.
-        seconds: to spend.
-        start: what the clock said.
+        model: model in any mode.
+        batches: batches, which are split for `loss`.
+        loss: computes the loss of a batch.
+        seconds: time limit.
+        start: time of the start on the clock.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=1e-4)

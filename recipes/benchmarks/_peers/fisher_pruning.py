@@ -1,14 +1,14 @@
 """Heads and FFN units pruned without retraining: mask search, rearrangement and tuning (Kwon et al., NeurIPS 2022).
 
-"A fast post-training pruning framework for transformers", in its form with a constraint on multiply-adds. A mask m = 1
+"A fast post-training pruning framework for transformers", with a constraint on multiply-adds. A mask m = 1
 multiplies every attention head and every FFN unit. With g the gradient of one labelled example's loss at m,
 
-1. search: the loss of pruning a set Z is taken as ½ Σ_{i in Z} E g_i²; for every number of heads that may stay, the
-   most important ones stay, and as many of the most important units as the budget then allows; the best number wins;
-2. rearrange: within each sublayer ½ zᵀ (E g gᵀ) z, z the indicator of what is pruned, is lowered by one round of greedy
-   swaps, the number of pruned ones unchanged;
-3. tune: front to back, the masks of what stayed become real numbers, by least squares against the original's output of
-   the sublayer with its residual, damped around 1; where one leaves [−10, 10], tuning ends and what was tuned stays.
+1. search: the loss of pruning a set Z is estimated as ½ Σ_{i in Z} E g_i²; for every number of heads, the most
+   important heads are kept, and as many of the most important units as the budget then allows; the best number wins;
+2. rearrange: within each sublayer ½ zᵀ (E g gᵀ) z, with z the indicator of pruning, is lowered by one round of greedy
+   swaps that leave the number of pruned ones unchanged;
+3. tune: front to back, the masks of what is kept become real numbers, by least squares against the original's output
+   of the sublayer with its residual, damped around 1; if one leaves [−10, 10], tuning ends there.
 
 Labels are needed for step 1.
 """
@@ -36,11 +36,11 @@ from _peers.blocks import (
 )
 
 DAMPING = 1.0
-LIMIT = 10.0  # of a tuned mask
+LIMIT = 10.0  # largest entry of a tuned mask
 
 
 class Masks(NamedTuple):
-    """A number per head and per unit.
+    """Mask values of heads and units.
 
     Args:
         heads: (..., layers, heads).
@@ -52,7 +52,7 @@ class Masks(NamedTuple):
 
 
 def prune(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module:
-    """A copy of `teacher` with `share` of the multiply-adds of its heads and FFNs; batches have labels."""
+    """Return a copy of `teacher` with `share` of the multiply-adds of its heads and FFNs; batches need labels."""
     cost = Cost.of(teacher.config)
     fisher = fisher_blocks(teacher, batches)
     diagonal = Masks(*(blocks.diagonal(dim1=-2, dim2=-1) for blocks in fisher))
@@ -72,7 +72,7 @@ def prune(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Modu
 
 
 def mask_gradients(model: nn.Module, batches: Sequence[Batch]) -> Iterator[Masks]:
-    """Per batch, the gradient of each example's loss with respect to masks of one: (examples, layers, ...)."""
+    """Yield, per batch, the gradient of each example's loss with respect to all-ones masks: (examples, layers, ...)."""
     made: dict[nn.Module, Tensor] = {}
 
     def masked(groups: int) -> Any:
@@ -104,7 +104,7 @@ def mask_gradients(model: nn.Module, batches: Sequence[Batch]) -> Iterator[Masks
 
 
 def fisher_blocks(model: nn.Module, batches: Sequence[Batch]) -> Masks:
-    """E g gᵀ of each sublayer: (layers, heads, heads) and (layers, units, units)."""
+    """Compute E g gᵀ of each sublayer: (layers, heads, heads) and (layers, units, units)."""
     config: Any = model.config
     sizes = config.num_attention_heads, config.intermediate_size
     sums = [torch.zeros(config.num_hidden_layers, size, size, dtype=torch.float64) for size in sizes]
@@ -117,13 +117,13 @@ def fisher_blocks(model: nn.Module, batches: Sequence[Batch]) -> Masks:
 
 
 def search(importance: Masks, head: int, unit: int, budget: int) -> Masks:
-    """What stays, as booleans: the least sum of importance pruned, at no more than `budget`.
+    """Return boolean masks of what to keep: the least sum of pruned importance, within `budget`.
 
     Args:
         importance: E g² of each head and unit.
-        head: cost of one.
-        unit: cost of one.
-        budget: of what stays.
+        head: cost of one head.
+        unit: cost of one unit.
+        budget: largest cost of what is kept.
     """
     ranked = [each.flatten().double().sort(descending=True) for each in importance]
     kept = [torch.cat((torch.zeros(1).double(), each.values.cumsum(0))) for each in ranked]
@@ -138,7 +138,7 @@ def search(importance: Masks, head: int, unit: int, budget: int) -> Masks:
 
 
 def rearrange(block: Tensor, kept: Tensor) -> Tensor:
-    """One round of swaps: each pruned one comes back, and what then costs least to prune goes.
+    """Make one round of swaps: bring back each pruned one, and prune the one that then costs least.
 
     Args:
         block: E g gᵀ of a sublayer, (n, n).
@@ -157,7 +157,7 @@ def rearrange(block: Tensor, kept: Tensor) -> Tensor:
 
 @torch.no_grad()
 def tune(model: nn.Module, teacher: nn.Module, batches: Sequence[Batch]) -> int:
-    """Scale the columns behind what stayed; returns how many sublayers were tuned."""
+    """Scale the columns of the output matrices for what is kept; returns the number of tuned sublayers."""
     states, targets = entering(model, batches), entering(teacher, batches)
     tuned, going = 0, True
     for layer, original in zip(encoder_layers(model), encoder_layers(teacher), strict=True):
@@ -195,15 +195,15 @@ def _groups(layer: Any) -> int:
 
 
 def normal_equations(values: Tensor, weight: Tensor, target: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """AᵀA and Aᵀb of min ‖A m − b‖², column i of A being what group i adds to the output at all tokens; summed in fp64.
+    """Return AᵀA and Aᵀb of min ‖A m − b‖², where column i of A is group i's output at all tokens; summed in fp64.
 
     Args:
         values: (tokens, columns), before the output matrix.
         weight: (dim, columns), the output matrix.
         target: b, (tokens, dim).
-        groups: m has so many entries, of equally many columns each.
+        groups: number of entries of m, each for equally many columns.
     """
-    # Σ_t (w_i v_ti)·(w_j v_tj) = (VᵀV)_ij (WᵀW)_ij, so the long matrix A is never made.
+    # Σ_t (w_i v_ti)·(w_j v_tj) = (VᵀV)_ij (WᵀW)_ij, so the long matrix A is never formed.
     gram = (values.T @ values).double() * (weight.T @ weight).double()
     cross = (values * (target @ weight)).double().sum(0)
     size = values.shape[1] // groups
@@ -211,6 +211,6 @@ def normal_equations(values: Tensor, weight: Tensor, target: Tensor, groups: int
 
 
 def damped(gram: Tensor, cross: Tensor) -> Tensor:
-    """m = 1 + s with s the minimiser of ‖A (1 + s) − b‖² + DAMPING² ‖s‖²."""
+    """Compute m = 1 + s with s the minimiser of ‖A (1 + s) − b‖² + DAMPING² ‖s‖²."""
     one = gram.new_ones(len(gram))
     return one + torch.linalg.solve(gram + DAMPING**2 * torch.eye(len(gram)).to(gram), cross - gram @ one)

@@ -1,13 +1,13 @@
 """Three decompositions of the blocks of a Transformer, without gradients (MoDeGPT, Lin et al., ICLR 2025).
 
-With C the uncentred second moment of what a pair of matrices reads, a layer of sparsity φ keeps 1 − φ of
+With C the uncentred second moment of the input of a pair of matrices, a layer of sparsity φ keeps 1 − φ of
 
 - FFN (type I, Nyström): the units of largest ridge leverage [C (C + λ)⁻¹]_ii, C that of the activations, and the
-  contraction becomes W₂ C[:, S] C[S, S]⁺; λ = Σ_{i>k} λ_i(C) / k, the tail beyond the k that stay;
+  contraction becomes W₂ C[:, S] C[S, S]⁺; λ = Σ_{i>k} λ_i(C) / k, the tail beyond the k kept;
 - queries and keys (type II, CR): the dimensions of each head with the largest ‖q_i‖ ‖k_i‖ over all tokens;
 - values and outputs (type III, SVD): W_o W_v of each head as the best rank-k product on inputs, C^½ W_vᵀ W_oᵀ.
 
-φ_l = L φ̄ softmax_l(−s_l / ε), with s_l = 1 − E cos(x_l, x_{l+1}) what layer l changes. Biases, which the paper's
+φ_l = L φ̄ softmax_l(−s_l / ε), with s_l = 1 − E cos(x_l, x_{l+1}) the change made by layer l. Biases, which the paper's
 Llama does not have, are exact: those of queries and keys count as an input of one, and W_o b_v joins the output's,
 because attention weights sum to one. Moments come from the stack as converted so far.
 """
@@ -32,14 +32,14 @@ from _peers.blocks import (
 )
 
 TEMPERATURE = 1.0  # ε
-MOST = 0.9  # of a layer
+MOST = 0.9  # largest sparsity of a layer
 
 
 @torch.no_grad()
 def decompose(
     teacher: nn.Module, batches: Sequence[Batch], share: float, temperature: float = TEMPERATURE
 ) -> nn.Module:
-    """A copy of `teacher` with `share` of the multiply-adds of its heads and FFNs; labels are not looked at."""
+    """Return a copy of `teacher` with `share` of the multiply-adds of its heads and FFNs; labels are not read."""
     model = copy.deepcopy(teacher)
     sparsity = allocate(influence(teacher, batches), 1 - share, temperature)
     states = entering(model, batches)
@@ -67,7 +67,7 @@ def _second_moment(x: Tensor) -> Any:
 
 
 def influence(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
-    """1 − mean cosine between what a layer gets and what it gives, per layer."""
+    """Return 1 − the mean cosine between input and output of each layer."""
     states, found = entering(model, batches), []
     for layer in encoder_layers(model):
         after = [behind_ffn(layer, behind_attention(layer, state)) for state in states]
@@ -80,30 +80,30 @@ def influence(model: nn.Module, batches: Sequence[Batch]) -> Tensor:
 
 
 def allocate(influences: Tensor, mean: float, temperature: float) -> Tensor:
-    """Sparsities of this mean, larger where a layer changes less; none above MOST unless the mean is.
+    """Compute sparsities with this mean, larger where a layer changes less; none above MOST unless the mean is.
 
     Args:
         influences: (layers,).
-        mean: of the result.
-        temperature: ε; infinity removes as much everywhere.
+        mean: mean of the result.
+        temperature: ε; infinity gives equal sparsities.
     """
     weight = torch.softmax(-influences / temperature, 0)
     most, free = max(MOST, mean), torch.ones_like(weight, dtype=torch.bool)
     result = weight * len(weight) * mean
     while (result > most + 1e-12).any():
         free &= result <= most
-        # What layers at the limit cannot give is asked of the others, in the same proportions.
+        # What layers at the limit cannot remove is taken from the others, in the same proportions.
         left = mean * len(weight) - most * float((~free).sum())
         result = torch.where(free, weight / weight[free].sum() * left, torch.full_like(weight, most))
     return result
 
 
 def leverage_units(moment: Tensor, count: int) -> Tensor:
-    """The units of the largest ridge leverage scores, ascending.
+    """Return the units with the largest ridge leverage scores, ascending.
 
     Args:
         moment: C (units, units) of the activations.
-        count: how many.
+        count: number of units.
     """
     values, vectors = torch.linalg.eigh(moment)
     values = values.clamp_min(0)
@@ -113,18 +113,18 @@ def leverage_units(moment: Tensor, count: int) -> Tensor:
 
 
 def nystrom_contraction(weight: Tensor, moment: Tensor, chosen: Tensor) -> Tensor:
-    """W₂ C[:, S] C[S, S]⁺, (dim, kept)."""
+    """Compute W₂ C[:, S] C[S, S]⁺, (dim, kept)."""
     inverse = torch.linalg.pinv(moment[chosen][:, chosen], hermitian=True)
     return weight.double() @ moment[:, chosen] @ inverse
 
 
 def cr_dimensions(query: Tensor, key: Tensor, count: int) -> Tensor:
-    """The dimensions of a head with the largest ‖q_i‖ ‖k_i‖, ascending, from the second moments of q and k."""
+    """Return the dimensions of a head with the largest ‖q_i‖ ‖k_i‖, ascending, from the second moments of q and k."""
     return (query.diagonal() * key.diagonal()).topk(count).indices.sort().values
 
 
 def square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """R with R Rᵀ = C, and B with B Rᵀ the projection on what C (dim, dim) has."""
+    """Return R with R Rᵀ = C, and B such that B Rᵀ projects onto the range of C (dim, dim)."""
     values, vectors = torch.linalg.eigh(moment)
     values = values.clamp_min(0)
     inverse = torch.where(values > 1e-12 * values.max(), values.clamp_min(1e-300).rsqrt(), 0.0)
@@ -132,13 +132,13 @@ def square_roots(moment: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def svd_pair(value: Tensor, out: Tensor, roots: tuple[Tensor, Tensor], rank: int) -> tuple[Tensor, Tensor]:
-    """W_v' (rank, dim) and W_o' (dim, rank) that minimise tr (W_o'W_v' − W_oW_v) C (W_o'W_v' − W_oW_v)ᵀ.
+    """Return the W_v' (rank, dim) and W_o' (dim, rank) that minimise tr (W_o'W_v' − W_oW_v) C (W_o'W_v' − W_oW_v)ᵀ.
 
     Args:
         value: W_v (size, dim) of a head.
-        out: W_o (dim, size) of it.
+        out: W_o (dim, size) of that head.
         roots: `square_roots` of C.
-        rank: at most size.
+        rank: rank, at most size.
     """
     root, back = roots
     left, middle, right = torch.linalg.svd(root.T @ value.T, full_matrices=False)
@@ -147,12 +147,12 @@ def svd_pair(value: Tensor, out: Tensor, roots: tuple[Tensor, Tensor], rank: int
 
 
 def narrow_heads(layer: Any, moment: Tensor, count: int) -> None:
-    """Every head of a layer gets `count` dimensions; the scale of the softmax stays.
+    """Narrow every head of a layer to `count` dimensions; the scale of the softmax stays.
 
     Args:
-        layer: of a BERT.
-        moment: of its inputs and a one behind them, (dim + 1, dim + 1).
-        count: of dimensions.
+        layer: layer of a BERT.
+        moment: second moment of its inputs with a one appended, (dim + 1, dim + 1).
+        count: number of dimensions.
     """
     attention, out = layer.attention.self, layer.attention.output.dense
     size, roots = attention.attention_head_size, square_roots(moment[:-1, :-1])

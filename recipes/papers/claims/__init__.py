@@ -1,1 +1,1 @@
-"""Claims of the papers beside what is stored here, one file per paper; papers/table_papers.py makes a page of them."""
+"""Claims of the papers compared with the stored results, one file per paper; papers/table_papers.py renders them."""

@@ -24,7 +24,7 @@ CEILING = 0.999  # accuracy
 
 
 def with_near_field(task: str, width: int) -> Callable[[Store], Measured]:
-    """FMMformer minus linear attention, both of rank 1, per seed."""
+    """Compare FMMformer with linear attention, both of rank 1, per seed."""
 
     def measure(store: Store) -> Measured:
         return gain(store.differences("fmm", task, f"fmm_{width}_1", "linear_1", "accuracy", 100).values())
@@ -33,7 +33,7 @@ def with_near_field(task: str, width: int) -> Callable[[Store], Measured]:
 
 
 def further_ranks(task: str) -> Callable[[Store], Measured]:
-    """Three maps minus one, alone and beside each near field; where one map is always right, no more can be gained."""
+    """Compare three maps with one, alone and with each near field; nothing can be gained where one is always right."""
 
     def measure(store: Store) -> Measured:
         parts = []
@@ -52,7 +52,7 @@ def further_ranks(task: str) -> Callable[[Store], Measured]:
 
 
 def quicker(store: Store) -> Measured:
-    """Training step of linear over softmax attention, by length: on a processor, and on a GPU where that is stored."""
+    """Measure the training step of linear over softmax attention, by length: on a CPU, and on a GPU if stored."""
     places = {"": store.figures("benchmarks/results/attention")["training"]}
     with contextlib.suppress(NotMeasuredError):
         card, figures = store.on_gpu("attention")
@@ -67,7 +67,7 @@ def quicker(store: Store) -> Measured:
 
 
 def memory(store: Store) -> Measured:
-    """The exponent of memory in the length, and the memory of the longest."""
+    """Return the exponent of memory in the length, and the memory at the largest length."""
     figures = store.figures("benchmarks/results/attention")
     last, exponent = figures["memory"][-1], figures["memory_exponent"]
     ours = f"grows as length^{exponent:.2f}; {last['linear_MiB']:.0f} MiB at {last['length']:,} tokens"
@@ -75,7 +75,7 @@ def memory(store: Store) -> Measured:
 
 
 def fourier(store: Store) -> Measured:
-    """Errors of random features over their number."""
+    """Compare the errors of random features over their number with theory."""
     rows = [row for row in store.figures("papers/programs/results/pointwise")["rows"] if "arc-cosine" in row["layer"]]
     few, many = rows[0], rows[-1]
     found, theory = few["error"] / many["error"], (many["projections"] / few["projections"]) ** 0.5

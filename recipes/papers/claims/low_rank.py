@@ -13,7 +13,7 @@ TASK = "cifar10"
 
 
 def compared(start: str, least: float) -> Callable[[Store], Measured]:
-    """The measurement of a claim that pages/lowrank.py compares, by how its name there begins."""
+    """Measure a claim that pages/lowrank.py compares, found by the start of its name there."""
 
     def measure(store: Store) -> Measured:
         row = {name: list(store.reports("lowrank", TASK, name).values()) for name in store.methods("lowrank", TASK)}
@@ -26,7 +26,7 @@ def compared(start: str, least: float) -> Callable[[Store], Measured]:
 
 
 def start_and_accuracy(store: Store) -> Measured:
-    """Spearman's correlation of the error of the start with accuracy, by bootstrap over runs."""
+    """Measure Spearman's correlation of initialisation error with accuracy, by bootstrap over runs."""
     found = store.figures("papers/programs/results/low_rank_errors")["correlations"][TASK][
         "within rank scale and decay"
     ]
@@ -36,7 +36,7 @@ def start_and_accuracy(store: Store) -> Measured:
 
 
 def projection(store: Store) -> Measured:
-    """Risk of the kernel projection over that of the SVD, random layers."""
+    """Compare the risk of the kernel projection with that of the SVD, on random layers."""
     risks = [
         row["relative_risk"]
         for row in store.figures("benchmarks/results/lowrank_init")["rows"]
@@ -47,7 +47,7 @@ def projection(store: Store) -> Measured:
 
 
 def optimised(store: Store) -> Measured:
-    """Risk after optimisation (warm start) over that of the SVD, random ReLU layers at small ranks."""
+    """Compare the risk after optimisation (warm start) with that of the SVD, on random ReLU layers at small ranks."""
     risks = [
         row["relative_risk"]
         for row in store.figures("benchmarks/results/lowrank_init")["rows"]

@@ -30,7 +30,7 @@ GLUE = ("rte", "mrpc", "stsb", "cola", "sst2")
 
 
 def pointwise(store: Store) -> Measured:
-    """Errors fall as the root of the number of projections; the printed deviations are of another kind."""
+    """Compare errors with the root law in the number of projections; the printed deviations are of another kind."""
     rows = [row for row in store.figures("papers/programs/results/pointwise")["rows"] if "urf" in row["layer"]]
     few, many = rows[0], rows[-1]
     factor = (many["projections"] / few["projections"]) ** 0.5
@@ -44,15 +44,15 @@ def pointwise(store: Store) -> Measured:
 def beside(
     store: Store, page: str, rows: Rows, key: str = "score", margin: float = 1.0, unit: str = "points"
 ) -> Measured:
-    """Several comparisons under one claim: none may fall more than the margin behind.
+    """Combine several comparisons under one claim: none may fall behind by more than the margin.
 
     Args:
-        store: the reports.
+        store: the stored reports.
         page: folder below model_cards/.
-        rows: words, task, a method and the one that it is compared with.
-        key: the figure.
-        margin: in `unit`.
-        unit: points are percent.
+        rows: description, task, a method and the one that it is compared with.
+        key: the figure to compare.
+        margin: margin in `unit`.
+        unit: unit of the figure; points are percent.
     """
     if not rows:
         raise NotMeasuredError(f"model_cards/{page}")
@@ -64,21 +64,21 @@ def beside(
 
 
 def siren(store: Store) -> Measured:
-    """Decibels below the dense layer."""
+    """Compare with the dense layer, in decibels."""
     tasks = (("one hidden layer", "siren"), ("second of three", "siren_three"), ("a photograph", "siren_photograph"))
     there = [(words, task, "snnk", "dense") for words, task in tasks if "snnk" in store.methods("snnk", task)]
     return beside(store, "snnk", there, unit="dB")
 
 
 def beside_low_rank(store: Store) -> Measured:
-    """Decibels above a layer of low rank."""
+    """Compare with a low-rank layer, in decibels."""
     return gain(store.differences("snnk", "siren", "snnk", "low_rank", "score").values(), unit="dB")
 
 
 def two_bodies(store: Store) -> Measured:
-    """What is missed of the potential's variance, and of four energies; means over seeds."""
+    """Measure the unexplained variance of the potential and the errors of four energies, means over seeds."""
     ours, missed = [], {}
-    for name in ("snnk", "dense", "low_rank"):  # the last is not in the paper, and has as many numbers as the first
+    for name in ("snnk", "dense", "low_rank"):  # the last is not in the paper, and has as many parameters as the first
         reports = store.reports("snnk", "two_bodies", name).values()
         missed[name] = statistics.mean(1 - report["score"] for report in reports)
         energy = statistics.mean(report["largest_relative_error_of_an_energy"] for report in reports)
@@ -90,7 +90,7 @@ def two_bodies(store: Store) -> Measured:
 
 
 def mnist(store: Store) -> Measured:
-    """Better than the dense network, or as good."""
+    """Judge whether SNNK is better than the dense network, or as good."""
     values = store.differences("snnk", "mnist", "snnk_32", "dense", "score", 100).values()
     better = gain(values)
     if better.verdict == HOLDS:
@@ -99,12 +99,12 @@ def mnist(store: Store) -> Measured:
 
 
 def tables_of_numbers(store: Store) -> Measured:
-    """The three-layer networks on UCI's tables."""
+    """Compare the three-layer networks on UCI's tables."""
     return beside(store, "snnk", [(task, task, "snnk_32", "dense") for task in ("covertype", "higgs")])
 
 
 def layer_cost(store: Store) -> Measured:
-    """Forward pass of one layer over widths."""
+    """Measure the forward pass of one layer over widths."""
     rows = store.figures("benchmarks/results/snnk_layer")["rows"]
     ours = {
         row["width"]: row["speed-up"]
@@ -117,7 +117,7 @@ def layer_cost(store: Store) -> Measured:
 
 
 def beside_lora(method: str) -> Callable[[Store], Measured]:
-    """Mean over tasks of a method's difference to LoRA, one value per seed: on a processor, and on a GPU if stored."""
+    """Compare a method with LoRA: mean difference over tasks, per seed; on a CPU, and on a GPU if stored."""
 
     def measure(store: Store) -> Measured:
         parts = [as_good(store.mean_differences("glue", GLUE, method, "lora_r8"), 1.0)]
@@ -130,12 +130,12 @@ def beside_lora(method: str) -> Callable[[Store], Measured]:
 
 
 def bottlenecks(store: Store) -> Measured:
-    """F1 on MRPC above AdapterHub's adapters."""
+    """Compare F1 on MRPC with AdapterHub's adapters."""
     return gain(store.differences("glue", "mrpc", "snnk_relu16", "adapters_seq_bn", "metrics.f1", 100).values(), 6.46)
 
 
 def poolers(store: Store, better: str, worse: str, least: float) -> Measured:
-    """F1 on MRPC of one pooler above another; not testable while both hardly beat the same answer to all."""
+    """Compare F1 on MRPC of two poolers; not testable while both hardly beat a constant answer."""
     found = gain(store.differences("uptraining", "mrpc", better, worse, "metrics.f1", 100).values(), least)
     means = [
         statistics.mean(store.values("uptraining", "mrpc", name, "metrics.f1", 100).values())
@@ -148,17 +148,17 @@ def poolers(store: Store, better: str, worse: str, least: float) -> Measured:
 
 
 def pooler(store: Store) -> Measured:
-    """Cosine features above the dense pooler."""
+    """Compare cosine features with the dense pooler."""
     return poolers(store, "pooler_cos", "pooler_dense", 0.57)
 
 
 def tanh_pooler(store: Store) -> Measured:
-    """The dense pooler above tanh by brute force."""
+    """Compare the dense pooler with tanh by brute force."""
     return poolers(store, "pooler_dense", "pooler_tanh", 12.79)
 
 
 def bundle_numbers(store: Store) -> Measured:
-    """Numbers of pooler and classifier, counted."""
+    """Count the parameters of pooler and classifier."""
     rows = {row["what"]: row["numbers"] for row in store.figures("papers/programs/results/parameter_tables")["poolers"]}
     whole, bundled = rows["pooler and classifier"], rows["the same, bundled"]
     return Measured(
@@ -167,7 +167,7 @@ def bundle_numbers(store: Store) -> Measured:
 
 
 def bert_numbers(store: Store) -> Measured:
-    """Numbers of BERT-base with six replaced layers, counted."""
+    """Count the parameters of BERT-base with six replaced layers."""
     rows = store.figures("papers/programs/results/parameter_tables")["uptraining"]
     (row,) = (row for row in rows if (row["model"], row["k"]) == ("BERT-base", 6))
     training, bundled, size = row["training"] / 1e6, row["bundled"] / 1e6, row["bundled_bytes"] / 1e6
@@ -176,7 +176,7 @@ def bert_numbers(store: Store) -> Measured:
 
 
 def products(store: Store) -> Measured:
-    """Multiply-adds of the same."""
+    """Count the multiply-adds of the same models."""
     rows = store.figures("papers/programs/results/parameter_tables")["uptraining"]
     off = [
         abs(row[f"{when}_macs"] / 1e9 / row["printed"][f"{when}_macs"] - 1)
@@ -188,7 +188,7 @@ def products(store: Store) -> Measured:
 
 
 def uptraining(store: Store) -> Measured:
-    """F1 on MRPC with the FFNs of upper layers replaced, by the paper's start and by a fitted one; half decides."""
+    """Compare F1 on MRPC with replaced upper FFNs, by the paper's and a fitted initialisation; half of them decides."""
     there = store.methods("uptraining", "mrpc")
 
     def found(layers: int) -> Measured | None:
@@ -203,7 +203,7 @@ def uptraining(store: Store) -> Measured:
 
 
 def pictures(store: Store) -> Measured:
-    """Accuracy beside LoRA with as many numbers."""
+    """Compare accuracy with LoRA of as many parameters."""
     return beside(store, "vision", [(task, task, "snnk_relu8", "lora_r4") for task in ("cifar10", "digits")])
 
 

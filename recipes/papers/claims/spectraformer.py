@@ -13,17 +13,17 @@ from papers.lib.verdicts import DIRECTION, FAILS, HOLDS, Claim, Measured, NotMea
 TITLE = "Spectraformer"
 TASKS = ("listops", "text")
 BEST, BEFORE = "posrf_mm", "saderf_orf"
-PAGES = {"spectraformer": "", "lra": "longer ", "spectraformer_gpu": "GPU "}  # and what their figures are told by
+PAGES = {"spectraformer": "", "lra": "longer ", "spectraformer_gpu": "GPU "}  # page -> prefix of its figures
 
 
 Rows = dict[str, dict[str, float]]
 
 
 def side_by_side(measure: Callable[[Rows], Measured]) -> Callable[[Store], Measured]:
-    """A claim about the rows of the bench, in one process: measured on a processor, and on a GPU where that is stored.
+    """Build the measurement of a claim about the benchmark's rows: on a CPU, and on a GPU if stored.
 
     Args:
-        measure: from pair -> row of section `pairs` of benchmarks/attention.py.
+        measure: judges pair -> row of section `pairs` of benchmarks/attention.py.
     """
 
     def on_both(store: Store) -> Measured:
@@ -38,25 +38,25 @@ def side_by_side(measure: Callable[[Rows], Measured]) -> Callable[[Store], Measu
 
 
 def _less(key: str, rows: Rows) -> float:
-    """By how many percent the best pair needs less than the one before it."""
+    """Return by how many percent the best pair needs less than the previous best."""
     best, before = (rows[name.replace("_", "-")][key] for name in (BEST, BEFORE))
     return 100 * (1 - best / before)
 
 
 @side_by_side
 def time_of_best(rows: Rows) -> Measured:
-    """Of a step."""
+    """Compare the time of a step."""
     return ratio(_less("seconds_per_step", rows), 19.0, "time")
 
 
 @side_by_side
 def memory_of_best(rows: Rows) -> Measured:
-    """Of a step."""
+    """Compare the memory of a step."""
     return ratio(_less("peak_MiB", rows), 20.2, "memory")
 
 
 def on_pages(store: Store, task: str, pages: Sequence[str], first: str, second: str, printed: float) -> Measured:
-    """By how many points a method is more accurate than another, on each page that has both."""
+    """Compare the accuracies of two methods in points, on each page that has both."""
     parts = []
     for page in pages:
         if {first, second} <= set(store.methods(page, task)):
@@ -68,7 +68,7 @@ def on_pages(store: Store, task: str, pages: Sequence[str], first: str, second: 
 
 
 def accuracy_of_best(store: Store) -> Measured:
-    """On every task that both ran, short and long."""
+    """Compare accuracies on every task that both pairs ran, short and long."""
     parts = []
     for task, pages in (("listops", ("spectraformer",)), ("text", tuple(PAGES))):
         with contextlib.suppress(NotMeasuredError):
@@ -79,7 +79,7 @@ def accuracy_of_best(store: Store) -> Measured:
 
 
 def _means(store: Store, task: str, part: int) -> dict[str, dict[int, float]]:
-    """Component (part 0) or matrix (1) -> seed -> mean accuracy over its pairs, of seeds that all pairs ran."""
+    """Return component (part 0) or matrix (1) -> seed -> mean accuracy over its pairs, for seeds of all pairs."""
     pairs = PRINTED[task]
     runs = {name: store.values("spectraformer", task, name, "accuracy", 100) for name in pairs}
     whole = set.intersection(*(set(seeds) for seeds in runs.values()))
@@ -93,7 +93,7 @@ def _means(store: Store, task: str, part: int) -> dict[str, dict[int, float]]:
 
 
 def _ahead(store: Store, part: int, orders: Iterable[tuple[str, str]]) -> Measured:
-    """Differences of such means per seed, first minus second, and the printed ones, of tasks that all pairs ran."""
+    """Compare such means per seed, first minus second, with the printed ones, on tasks that all pairs ran."""
     tasks = [task for task in TASKS if set(PRINTED[task]) <= set(store.methods("spectraformer", task))]
     if not tasks:
         raise NotMeasuredError("model_cards/spectraformer: all pairs")
@@ -113,28 +113,28 @@ def _ahead(store: Store, part: int, orders: Iterable[tuple[str, str]]) -> Measur
 
 
 def _printed(task: str, part: int, name: str) -> float:
-    """The paper's mean accuracy on a task over the pairs that have a component or matrix."""
+    """Return the paper's mean accuracy on a task over the pairs that have a component or matrix."""
     return statistics.mean(cell.accuracy for pair, cell in PRINTED[task].items() if pair.split("_", 1)[part] == name)
 
 
 def components(store: Store) -> Measured:
-    """SADERF over OPRF over PosRF, means over matrices and tasks."""
+    """Compare SADERF with OPRF and OPRF with PosRF, means over matrices and tasks."""
     return _ahead(store, 0, [("saderf", "oprf"), ("oprf", "posrf")])
 
 
 def hadamard(store: Store) -> Measured:
-    """ORF over SORF, means over components and tasks."""
+    """Compare ORF with SORF, means over components and tasks."""
     return _ahead(store, 1, [("orf", "sorf")])
 
 
 def matched(store: Store) -> Measured:
-    """MM over ORF, means over components and tasks."""
+    """Compare MM with ORF, means over components and tasks."""
     return _ahead(store, 1, [("mm", "orf")])
 
 
 @side_by_side
 def cost_of_components(rows: Rows) -> Measured:
-    """Time and memory of OPRF and SADERF beside PosRF, means over the matrices."""
+    """Compare time and memory of OPRF and SADERF with PosRF, means over the matrices."""
 
     def mean(component: str, key: str) -> float:
         return statistics.mean(rows[f"{component}-{matrix}"][key] for matrix in MATRICES)
@@ -150,7 +150,7 @@ def cost_of_components(rows: Rows) -> Measured:
 
 @side_by_side
 def learned_fastfood(rows: Rows) -> Measured:
-    """Mean over components of seconds and memory beside those of ORF."""
+    """Compare seconds and memory with those of ORF, mean over components."""
     pairs = [(rows[f"{c}-fastfood_learned"], rows[f"{c}-orf"]) for c in COMPONENTS]
     time = statistics.mean(one["seconds_per_step"] / other["seconds_per_step"] for one, other in pairs)
     memory = statistics.mean(one["peak_MiB"] / other["peak_MiB"] for one, other in pairs)
@@ -160,7 +160,7 @@ def learned_fastfood(rows: Rows) -> Measured:
 
 @side_by_side
 def beside_softmax(rows: Rows) -> Measured:
-    """Time and memory of the best pair beside exact attention, fused and with its weights formed."""
+    """Compare time and memory of the best pair with exact attention, fused and with its weights formed."""
     row, parts, cheap = rows["posrf-mm"], [], []
     for name, what in (("softmax", "fused softmax"), (FORMED, "softmax whose weights are formed")):
         if name in rows:
@@ -171,7 +171,7 @@ def beside_softmax(rows: Rows) -> Measured:
 
 
 def estimates(store: Store) -> Measured:
-    """Divergence from softmax of the best drawn pair with 128 features, of uniform weights and of a fitted map."""
+    """Compare the divergence from softmax of the best drawn pair of 128 features, uniform weights and a fitted map."""
     rows = store.figures("papers/programs/results/attention_estimates")["rows"]
     drawn = [row for row in rows if row["features"] == 128 and row["kl"] is not None and "centroids" not in row["map"]]
     best, level = min(drawn, key=lambda row: row["kl"]), next(row for row in rows if row["map"] == "uniform")

@@ -17,31 +17,31 @@ from snnk_peft.tasks.stdlib_docs import load_sentences
 
 
 class ByteWindows(ExampleSet):
-    """Windows of a text, one token per byte. A window is known by the place where it begins.
+    """Windows of a text, one token per byte. A window is identified by its start.
 
     Args:
-        text: UTF-8.
-        width: bytes of a window.
+        text: text in UTF-8.
+        width: bytes per window.
     """
 
     def __init__(self, text: bytes, width: int):
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        self.lengths = [width] * (len(text) // width)  # those that do not overlap
+        self.lengths = [width] * (len(text) // width)  # without overlap
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Model inputs: input_ids and labels (batch, width), of the windows that begin at `indices`."""
+        """Return model inputs: input_ids and labels (batch, width), of the windows that begin at `indices`."""
         ids = self.text[torch.tensor(indices)[:, None] + torch.arange(self.lengths[0])].to(device)
         return {"input_ids": ids, "labels": ids, "use_cache": False}
 
     def plan(self, batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:
-        """Windows anywhere in the text, in as many steps as it takes to read all of it once."""
+        """Draw windows anywhere in the text, in as many steps as it takes to read all of it once."""
         generator = torch.Generator().manual_seed((train.seed << 20) + epoch)
         steps = steps_per_epoch(len(self), batch_size, train.gradient_accumulation)
         shape = (steps, train.gradient_accumulation, batch_size)
         return torch.randint(len(self.text) - self.lengths[0], shape, generator=generator).tolist()
 
     def spread(self, count: int) -> list[int]:
-        """At most `count` windows evenly over the text."""
+        """Return the starts of at most `count` windows spread evenly over the text."""
         return (torch.linspace(0, len(self) - 1, min(count, len(self))).long() * self.lengths[0]).tolist()
 
     def fingerprint(self) -> str:
@@ -49,10 +49,10 @@ class ByteWindows(ExampleSet):
 
 
 def read_texts(file: str | None, width: int) -> tuple[bytes, bytes]:
-    """Text to train on and text to test on: the last tenth of a file, or some modules of Python's standard library.
+    """Read a training and a test text: a file with its last tenth held out, or modules of Python's standard library.
 
     Raises:
-        ConfigError: the file cannot be read, or a part of it has no more than `width` bytes.
+        ConfigError: the file cannot be read, or one of its parts has no more than `width` bytes.
     """
     if file is None:
         train, test = ("\n".join(sentence.text for sentence in half).encode() for half in load_sentences())
@@ -76,7 +76,7 @@ def bits_per_byte(
     device: torch.device,
     stopped: Callable[[], bool],
 ) -> float | None:
-    """Mean loss over `count` windows spread evenly over the text; None if `stopped` became true on the way."""
+    """Return the mean loss over `count` windows, evenly spread over the text; None if `stopped` became true."""
     was_training, starts, total = model.training, windows.spread(count), 0.0
     model.eval()
     for begin in range(0, len(starts), batch_size):

@@ -1,4 +1,4 @@
-"""ResNets for pictures of 32 x 32 pixels (He et al. 2016, section 4.2): 6n + 2 layers, widths 16, 32 and 64.
+"""ResNets for images of 32 x 32 pixels (He et al. 2016, section 4.2): 6n + 2 layers, widths 16, 32 and 64.
 
 Where width and size change, the shortcut has no weights ("option A"): every second pixel, and zeros for new channels.
 """
@@ -22,9 +22,9 @@ class Block(nn.Module):
     """relu(x' + bn(conv(relu(bn(conv(x)))))), where x' is x or, if the shape changes, its shortcut.
 
     Args:
-        channels: of the input.
+        channels: channels of the input.
         width: channels of the output.
-        stride: of the first convolution and of the shortcut.
+        stride: stride of the first convolution and of the shortcut.
     """
 
     def __init__(self, channels: int, width: int, stride: int):
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, channels, height, width) -> (batch, width, height / stride, width / stride)."""
+        """Map (batch, channels, height, width) -> (batch, width, height / stride, width / stride)."""
         hidden = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
         if self.stride > 1 or self.added:
             before = self.added // 2
@@ -52,7 +52,7 @@ class CifarResNet(nn.Module):
         classes: number of outputs.
 
     Raises:
-        ConfigError: a depth that is not 6n + 2.
+        ConfigError: the depth is not 6n + 2.
     """
 
     def __init__(self, depth: int = 20, classes: int = 10):
@@ -77,8 +77,8 @@ class CifarResNet(nn.Module):
     def forward(
         self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None
     ) -> ImageClassifierOutputWithNoAttention:
-        """Pictures (batch, 3, 32, 32) -> logits (batch, classes) and, with labels (batch,), the loss."""
-        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)  # on a CPU a third quicker
+        """Map images (batch, 3, 32, 32) to logits (batch, classes) and, with labels (batch,), the loss."""
+        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)  # a third faster on a CPU
         hidden = torch.relu(self.bn1(self.conv1(pixel_values)))
         for number in range(1, len(WIDTHS) + 1):
             hidden = self.get_submodule(f"layer{number}")(hidden)
@@ -88,14 +88,14 @@ class CifarResNet(nn.Module):
 
 
 def load_cifar_resnet(file: str | Path, depth: int = 20) -> CifarResNet:
-    """A trained network from a safetensors file; the number of classes is that of its last layer.
+    """Load a trained network from a safetensors file; the number of classes is that of its last layer.
 
     Args:
-        file: with the names of this module (conv1, bn1, layer1.0.conv1, ..., linear).
+        file: file with the names of this module (conv1, bn1, layer1.0.conv1, ..., linear).
         depth: number of layers.
 
     Raises:
-        ConfigError: no such file, none of safetensors, or one of another network.
+        ConfigError: the file is missing, not a safetensors file, or of another network.
     """
     tensors = read_tensors(file, f"a safetensors file of a ResNet-{depth}")
     bias = tensors.get("linear.bias")

@@ -1,4 +1,4 @@
-"""Rows of numbers to batches; pictures too, of which every pixel is a number."""
+"""Batching of rows of numbers; images are flattened to rows of pixels."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from snnk_peft.tasks.base_image import UnreadableImageError, converted
 
 
 class ColumnRows(ExampleSet):
-    """One split of a `ColumnsTask`.
+    """A split of a `ColumnsTask`.
 
     Args:
         rows: the examples.
         shift: subtracted from every column.
-        scale: every column is divided by it.
+        scale: divisor of every column.
     """
 
     def __init__(self, rows: Columns, shift: np.ndarray, scale: np.ndarray):
@@ -32,7 +32,7 @@ class ColumnRows(ExampleSet):
         self.lengths = [1] * len(rows)
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """values (batch, columns) and labels (batch,)."""
+        """Return values (batch, columns) and labels (batch,)."""
         chosen = list(indices)
         return {"values": self.values[chosen].to(device), "labels": self.labels[chosen].to(device)}
 
@@ -45,13 +45,13 @@ class ColumnRows(ExampleSet):
 
 
 def standard(rows: Columns) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of every column; 1 where a column is constant."""
+    """Return mean and standard deviation of every column; 1 where a column is constant."""
     mean, spread = rows.values.mean(0, dtype=np.float64), rows.values.std(0, dtype=np.float64)
     return mean, np.where(spread > 1e-6 * np.maximum(1, np.abs(mean)), spread, 1.0)
 
 
 def columns_of(rows: Any) -> Columns:
-    """A split of pictures as rows of their grey pixels, 0 to 1; of numbers, itself."""
+    """Convert a split of images to rows of their grey pixels, 0 to 1; rows of numbers are returned unchanged."""
     if not isinstance(rows, Images):
         return rows  # type: ignore[no-any-return]
     pixels, faults = [], []

@@ -1,10 +1,10 @@
-"""The copy task: a word of random symbols between two marks, twice; the second copy is what must be predicted.
+"""The copy task: a word of random symbols after a mark, twice; the second copy must be predicted.
 
     0 w₁ w₂ … wₙ 0 w₁ w₂ … wₙ          wᵢ uniform on 1 … symbols, 0 the mark, length 2 (n + 1)
 
 The first copy cannot be predicted, so only the second counts (Katharopoulos et al. 2020; FMMformer, Nguyen et al.
-2021). The token that says what comes next stands n tokens before the place where it is predicted (`distance`): a band
-that is no wider does not see it. A sequence is a pure function of (seed, split, index). Shapes: ids (batch, length).
+2021). The token to copy is n tokens before the position at which it is predicted (`distance`): a band that
+is no wider does not see it. A sequence is a pure function of (seed, split, index). Shapes: ids (batch, length).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ SPLITS = ("train", "validation", "test")
 
 
 class Copies(ExampleSet):
-    """Sequences of one split, made when they are asked for.
+    """Sequences of one split, generated on demand.
 
     Args:
-        count: how many.
-        length: tokens of a sequence, even and at least 4.
-        symbols: different ones, besides the mark.
-        seed: of the run.
-        split: a name of `SPLITS`; sequences of different splits are independent.
+        count: number of sequences.
+        length: tokens per sequence, even and at least 4.
+        symbols: number of symbols, besides the mark.
+        seed: seed of the run.
+        split: a name in `SPLITS`; sequences of different splits are independent.
     """
 
     def __init__(self, count: int, length: int, symbols: int, seed: int, split: str):
@@ -41,16 +41,16 @@ class Copies(ExampleSet):
 
     @property
     def distance(self) -> int:
-        """Positions from the place of a prediction back to the token that tells it."""
+        """Number of positions from a prediction back to the token to copy."""
         return self.lengths[0] // 2 - 1
 
     def word(self, index: int) -> np.ndarray:
-        """w, (n,)."""
+        """Return w, (n,)."""
         generator = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
         return generator.integers(MARK + 1, self.symbols + 1, self.lengths[0] // 2 - 1)
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Model inputs: input_ids and labels (batch, length); labels are `IGNORED` before the second copy."""
+        """Return model inputs: input_ids and labels (batch, length); labels are `IGNORED` before the second copy."""
         words = torch.from_numpy(np.stack([self.word(index) for index in indices])).to(device)
         half = torch.nn.functional.pad(words, (1, 0), value=MARK)
         labels = torch.cat((torch.full_like(half, IGNORED), torch.nn.functional.pad(words, (1, 0), value=IGNORED)), 1)
@@ -71,9 +71,9 @@ def copy_scores(
     accelerator: Any,
     stopped: Callable[[], bool],
 ) -> dict[str, float] | None:
-    """Shares of right tokens of the second copy ("score", "accuracy"), and of copies without a wrong one ("whole").
+    """Compute the shares of right tokens of the second copy ("score", "accuracy") and of flawless copies ("whole").
 
-    Each token is predicted from the true ones before it. None if `stopped` became true on the way.
+    Each token is predicted from the true ones before it. None if `stopped` became true meanwhile.
     """
     (examples,) = splits.values()
     found = predict(model, examples, batch_size, accelerator, stopped)

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import ImageClassifierOutputWithNoAttention
 from papers.lib.weights import fill, read_tensors
 
 SIDE, CLASSES = 224, 1000
-MEAN, STD = 127 / 255, 128 / 255  # of every channel
+MEAN, STD = 127 / 255, 128 / 255  # the same for every channel
 # (blocks, kernel, stride of the first one, factor by which a block widens, channels out)
 STAGES = (
     (1, 3, 1, 1, 16),
@@ -32,8 +32,8 @@ STEM, HEAD = 32, 1280
 class Convolution(nn.Sequential):
     """Convolution without bias, batch norm and, with `activated`, relu6.
 
-    Padded as in TensorFlow, where it was trained: with stride 2 one pixel less on the left and on top. Of an odd number
-    of pixels that would be one more, hence sides that are multiples of 32.
+    Padded as in TensorFlow, where it was trained: with stride 2, one pixel less on the left and on top. An odd number
+    of pixels would need one more, so sides must be multiples of 32.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Block(nn.Module):
     """Pointwise expansion, depthwise convolution, pointwise projection; added to the input where the shapes agree.
 
     Args:
-        channels: of the input.
+        channels: channels of the input.
         width: channels of the output.
-        kernel: of the depthwise convolution.
-        stride: of the depthwise convolution.
+        kernel: kernel size of the depthwise convolution.
+        stride: stride of the depthwise convolution.
         factor: hidden channels per input channel; with 1 there is no expansion.
     """
 
@@ -71,7 +71,7 @@ class Block(nn.Module):
         self.adds = stride == 1 and channels == width
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, channels, height, width) -> (batch, width, height / stride, width / stride)."""
+        """Map (batch, channels, height, width) -> (batch, width, height / stride, width / stride)."""
         hidden = x if self.expand is None else self.expand(x)
         hidden = self.project(self.depthwise(hidden))
         return x + hidden if self.adds else hidden
@@ -99,8 +99,8 @@ class EfficientNetLite(nn.Module):
     def forward(
         self, pixel_values: torch.Tensor, labels: torch.Tensor | None = None
     ) -> ImageClassifierOutputWithNoAttention:
-        """Pictures (batch, 3, 224, 224) -> logits (batch, classes) and, with labels (batch,), the loss."""
-        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)  # on a CPU quicker
+        """Map images (batch, 3, 224, 224) to logits (batch, classes) and, with labels (batch,), the loss."""
+        pixel_values = pixel_values.contiguous(memory_format=torch.channels_last)  # faster on a CPU
         hidden = self.head(self.blocks(self.stem(pixel_values)))
         logits = self.classifier(hidden.mean((2, 3)))
         loss = None if labels is None else nn.functional.cross_entropy(logits.float(), labels)
@@ -108,10 +108,10 @@ class EfficientNetLite(nn.Module):
 
 
 def load_efficientnet_lite(file: str | Path) -> EfficientNetLite:
-    """The network with the weights that recipes/papers/programs/convert_efficientnet_lite.py wrote, in eval mode.
+    """Load the network in eval mode with weights written by recipes/papers/programs/convert_efficientnet_lite.py.
 
     Raises:
-        ConfigError: no such file, none of safetensors, or one of another network.
+        ConfigError: the file is missing, not a safetensors file, or of another network.
     """
     model = EfficientNetLite()
     fill(model, read_tensors(file, "what recipes/papers/programs/convert_efficientnet_lite.py writes"), str(file))

@@ -1,4 +1,4 @@
-"""Page, picture and terminal's tables of papers/programs/attention_estimates.py, from its metrics.json alone."""
+"""Page, plot and terminal tables of papers/programs/attention_estimates.py, from its metrics.json alone."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from snnk_cli.plots import error_curves
 from snnk_cli.tables import grid
 from snnk_cli.terminal import show_table
 
-UNIFORM, CENTROIDS = "uniform", "centroids"  # maps that are no pair
+UNIFORM, CENTROIDS = "uniform", "centroids"  # maps that are not pairs
 DRAWN = ("posrf-orf", "posrf-gaussian", "posrf-sorf", "posrf-mm", "oprf-orf", "oprf-sorf", "saderf-orf")  # in error.png
-BY_LAYER = 128  # features at which the page tells the layers apart
+BY_LAYER = 128  # number of features of the per-layer table
 TITLES = {
     "kl": "Divergence from softmax, nats per query",
     "error": "Relative error ‖Â − A‖ / ‖A‖ (Frobenius)",
@@ -21,7 +21,7 @@ TITLES = {
 
 
 def draw(figures: dict[str, Any], file: Path) -> None:
-    """Divergences over the number of features; uniform attention is a level line."""
+    """Plot divergences over the number of features; uniform attention is a level line."""
     rows = [each for each in figures["rows"] if each["kl"] is not None]
     shown = [each for each in rows if each["map"] in DRAWN or each["map"].startswith(CENTROIDS)]
     curves = {
@@ -40,7 +40,7 @@ def _uniform(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def beats(figures: dict[str, Any], name: str, key: str) -> str:
-    """The least number of features at which a map is nearer to softmax than uniform attention is, in words."""
+    """Say from which number of features on a map is closer to softmax than uniform attention is."""
     level = _uniform(figures)[key]
     mine = [each for each in figures["rows"] if each["map"] == name and each[key] is not None]
     better = [each["features"] for each in mine if each[key] < level]
@@ -48,14 +48,14 @@ def beats(figures: dict[str, Any], name: str, key: str) -> str:
 
 
 def table(figures: dict[str, Any], key: str) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: a map per line, a number of features per column, and from where on uniform attention loses."""
+    """Return header and lines: a map per line, a number of features per column, and when it beats uniform attention."""
     rows = [each for each in figures["rows"] if each["map"] != UNIFORM]
     asked = {*figures["settings"]["features"], *figures["settings"]["fitted"]}
     odd = {each["map"]: each for each in rows if each["features"] not in asked}
     sizes = sorted({each["features"] for each in rows if each["map"] not in odd})
     lines = []
     for name in dict.fromkeys(each["map"] for each in rows):
-        if name in odd:  # of one size, in the first column
+        if name in odd:  # has a single size, shown in the first column
             lines.append([f"{name} ({odd[name]['features']})", _cell(odd[name], key), *[""] * (len(sizes) - 1)])
         else:
             mine = {each["features"]: each for each in rows if each["map"] == name}
@@ -73,7 +73,7 @@ def _cell(found: dict[str, Any], key: str) -> str:
 
 
 def render(figures: dict[str, Any]) -> str:
-    """The Markdown page."""
+    """Render the Markdown page."""
     settings, count = figures["settings"], figures["tokens"]
     noise = [each["kl_se"] / each["kl"] for each in figures["rows"] if each["kl_se"] and each["kl"]]
     lines = [
@@ -101,7 +101,7 @@ def render(figures: dict[str, Any]) -> str:
 
 
 def _by_layer(figures: dict[str, Any]) -> list[str]:
-    """The lines of a section: divergences layer by layer at `BY_LAYER` features, if there are such maps."""
+    """Return the lines of a section: divergences by layer at `BY_LAYER` features, if there are such maps."""
     rows = [each for each in figures["rows"] if each["features"] == BY_LAYER and each["kl"] is not None]
     if not rows:
         return []
@@ -115,7 +115,7 @@ def _by_layer(figures: dict[str, Any]) -> list[str]:
 
 
 def show(figures: dict[str, Any]) -> None:
-    """Print both errors."""
+    """Print the tables of both errors."""
     for key in ("kl", "error"):
         header, lines = table(figures, key)
         show_table(TITLES[key], header, lines, text=["map"])

@@ -1,4 +1,4 @@
-"""A bundled language model in a fresh process: what it answers, writes and costs, with either kind of cache."""
+"""A bundled language model in a fresh process: its logits, samples and costs with either kind of cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SAMPLE = 200  # tokens
 
 
 def in_fresh_process(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """What `reloaded` finds out in a new Python."""
+    """Return the result of `reloaded` in a new Python process."""
     command = [sys.executable, str(ROOT / "recipes/papers/programs/tiny_llama.py"), "--reload", str(folder)]
     done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False)
     if done.returncode:
@@ -32,7 +32,7 @@ def in_fresh_process(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def reloaded(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Load the bundle; its answer to the probe, a sample, and speed and size of both kinds of cache."""
+    """Load the bundle; return its logits on the probe, samples, and speed and size of both kinds of cache."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     torch.manual_seed(given["seed"])
     prompt = torch.tensor([given["prompt"]])

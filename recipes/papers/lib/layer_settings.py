@@ -1,4 +1,4 @@
-"""Settings of small networks whose layers become features and a readout, or layers of low rank."""
+"""Settings of small networks whose layers become features with a readout, or low-rank layers."""
 
 # `option` returns a dataclasses.field, which is what a dataclass default may be.
 # ruff: noqa: RUF009
@@ -17,7 +17,7 @@ INITS = ("nystrom", "paper", "random")  # of the readout, see SNNKLinear.from_li
 
 
 def feature_faults(given: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a feature map, its length of inputs aside, and with its init."""
+    """List the faults of a feature map, apart from its input dimension, and of its init."""
     fields = dict(given)
     init = fields.pop("init", INITS[0])
     faults = [] if init in INITS else [f"snnk.init is {init!r}; expected one of {', '.join(INITS)}"]
@@ -28,13 +28,13 @@ def feature_faults(given: Mapping[str, Any]) -> list[str]:
 
 
 def feature_label(given: Mapping[str, Any]) -> str:
-    """Component, projection and number of features."""
+    """Return component, projection and number of features, joined by hyphens."""
     return "-".join(str(given.get(name, "default")) for name in ("component", "projection", "num_features"))
 
 
 @dataclass
 class SineModel:
-    """The dense network: SIREN for pictures has three hidden layers of 256, the SNNK paper one."""
+    """The dense network: SIREN for images has three hidden layers of 256, the SNNK paper one."""
 
     width: int = option(256, "of all layers", low=1)
     hidden: int = option(1, "layers of width × width", low=0)
@@ -43,7 +43,7 @@ class SineModel:
 
 @dataclass
 class SineMethod:
-    """Which hidden layers become SNNK layers, or layers of low rank."""
+    """The hidden layers that become SNNK layers or low-rank layers."""
 
     kind: str = option(
         "snnk",
@@ -64,13 +64,13 @@ class SineMethod:
         return faults
 
     def label(self) -> str:
-        """dense, low_rank, or component, projection and number of features."""
+        """Return "dense", "low_rank", or component, projection and number of features."""
         if self.snnk is None:
             return "dense"
         return self.kind if self.kind == "low_rank" else feature_label(self.snnk)
 
 
 def layer_faults(model: SineModel, method: SineMethod) -> list[str]:
-    """Hidden layers that are named and not there."""
+    """List hidden layers that are named but do not exist."""
     absent = [index for index in method.layers or [] if not 0 <= index < model.hidden]
     return [f"method.layers names {absent}; model.hidden is {model.hidden}, expected 0 to one less"] if absent else []

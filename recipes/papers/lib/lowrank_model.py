@@ -1,4 +1,4 @@
-"""Networks for pictures, dense or low-rank, all of whose parameters in use are trained."""
+"""Networks for images, dense or low-rank, whose parameters in use are all trained."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from snnk_peft.tuner.slot_layer import SlotLayer
 
 
 def image_processor(model: LowRankModel, task: Any) -> Any:
-    """What makes inputs of pictures: for the ResNets of 32 x 32 pixels, ImageNet's mean and deviation."""
+    """Return the image processor: for the ResNets of 32 x 32 pixels, with ImageNet's mean and standard deviation."""
     if model.name_or_path in CIFAR_RESNETS:
         return ViTImageProcessorPil(
             size={"height": SIDE, "width": SIDE},
@@ -38,10 +38,10 @@ def image_processor(model: LowRankModel, task: Any) -> Any:
 
 
 def dense_model(model: LowRankModel, task: Any) -> nn.Module:
-    """A classifier for `task`, of random weights (from torch's global generator) or pretrained ones.
+    """Return a classifier for `task` with random weights (from torch's global generator) or pretrained ones.
 
     Raises:
-        ConfigError: no such model, or weights of another one.
+        ConfigError: there is no such model, or the weights are of another one.
     """
     depth = CIFAR_RESNETS.get(model.name_or_path)
     if depth is None:
@@ -59,13 +59,13 @@ def dense_model(model: LowRankModel, task: Any) -> nn.Module:
 
 
 def low_rank_model(base: nn.Module, method: LowRankMethod, seed: int, resumed: bool = False) -> tuple[Any, float]:
-    """The network as the method wants it, and the seconds that its factors took.
+    """Return the network prepared by the method, and the seconds spent on its factors.
 
     Args:
         base: the dense network; patched in place.
         method: the layers and their initialisation.
-        seed: of what an initialisation draws.
-        resumed: the factors will be read from a checkpoint, so that the quickest start will do.
+        seed: seed of random initialisations.
+        resumed: the factors will be read from a checkpoint, so the fastest initialisation is used.
     """
     base.requires_grad_(True)
     if method.low_rank is None:
@@ -79,10 +79,10 @@ def low_rank_model(base: nn.Module, method: LowRankMethod, seed: int, resumed: b
 
 
 def init_errors(model: nn.Module) -> dict[str, float]:
-    """What the factors miss of the dense layers that they replace, by the paths of these; empty for a dense network.
+    """Compute the error of the factors against the dense layers they replace, by path; empty for a dense network.
 
     That is E‖f(UVᵀx + b') − f(Wx + b)‖² / E‖f(Wx + b)‖² for x ~ N(0, I), exact, with the activation f of the settings;
-    of a convolution, x is a patch.
+    for a convolution, x is a patch.
     """
     found = {}
     for path, module in model.named_modules():
@@ -105,7 +105,7 @@ def init_errors(model: nn.Module) -> dict[str, float]:
 
 
 def rebuilt_errors(config: LowRankConfig) -> dict[str, float]:
-    """`init_errors` of a run that is to begin or over, from its settings alone; torch's generator is left as it was."""
+    """Return `init_errors` at the start of a run, from its settings alone; torch's generator is left as it was."""
     with torch.random.fork_rng():
         torch.manual_seed(config.train.seed)
         base = dense_model(config.model, find_task(config))  # type: ignore[arg-type]
@@ -113,7 +113,7 @@ def rebuilt_errors(config: LowRankConfig) -> dict[str, float]:
 
 
 def make_optimizer(model: nn.Module, train: Any, frobenius_decay: float) -> torch.optim.Optimizer:
-    """SGD with momentum or AdamW; Frobenius decay takes the place of weight decay on the factors."""
+    """Create SGD with momentum or AdamW; Frobenius decay replaces weight decay on the factors."""
     groups = decay_groups(model, train.weight_decay, factor_decay=0.0 if frobenius_decay else None)
     optimizer: torch.optim.Optimizer
     if train.optimizer == "sgd":

@@ -16,7 +16,7 @@ from snnk_cli.settings import AugmentSection, DataSection, RunOutput, TrainSecti
 from snnk_cli.task_settings import task_faults
 from snnk_peft import SNNKConfig
 
-# Networks of papers/lib/cifar_resnet.py -> layers.
+# Networks of papers/lib/cifar_resnet.py -> number of layers.
 CIFAR_RESNETS = {"resnet20": 20, "resnet32": 32, "resnet56": 56}
 
 
@@ -44,7 +44,7 @@ class LowRankModel:
 
 @dataclass
 class LowRankMethod:
-    """Which layers become low-rank, and how their factors start."""
+    """The layers that become low-rank, and how their factors are initialised."""
 
     low_rank: dict[str, Any] | None = option(
         None, "fields of snnk_peft.LowRankPart, frobenius_decay among them; null trains the dense model"
@@ -55,11 +55,11 @@ class LowRankMethod:
 
     @property
     def frobenius_decay(self) -> float:
-        """Strength, 0 for none."""
+        """Strength of the Frobenius decay, 0 for none."""
         return float((self.low_rank or {}).get("frobenius_decay", 0.0))
 
     def label(self) -> str:
-        """A short name for titles and tables: dense, or init-rank and, if there is one, its decay."""
+        """Return a short name for titles and tables: dense, or init-rank and its decay, if any."""
         if self.low_rank is None:
             return "dense"
         (part,) = self.snnk_config(seed=0).parts
@@ -69,7 +69,7 @@ class LowRankMethod:
         return f"{label}-frobenius" if self.frobenius_decay else label
 
     def snnk_config(self, seed: int, **changes: Any) -> SNNKConfig:
-        """The SNNKConfig with the part described here; `changes` replace some of its fields."""
+        """Return the SNNKConfig with the part described here; `changes` replace some of its fields."""
         part = {"part": "low_rank", **(self.low_rank or {}), **changes}
         return SNNKConfig(parts=[part], modules_to_save=[], seed=seed)  # type: ignore[list-item]
 
@@ -93,7 +93,7 @@ class LowRankTrain(TrainSection):
 
 @dataclass
 class LowRankConfig:
-    """Everything recipes/papers/programs/train_lowrank.py reads."""
+    """All settings of recipes/papers/programs/train_lowrank.py."""
 
     output: RunOutput
     task: str = option(MISSING, "a data set (recipes/data) whose examples are pictures")

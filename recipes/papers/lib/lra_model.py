@@ -3,8 +3,8 @@
     one document:   classes(act(W h)),             h = the mean over unpadded tokens, or the first position
     two documents:  h = [a, b, a ⊙ b, a − b]       both read by the same encoder
 
-The encoder is transformers' BertModel; linear attention comes from an `AttentionPart`, or from the library that is its
-peer (`performer_peer.py`). All parameters are trained.
+The encoder is transformers' BertModel; linear attention comes from an `AttentionPart`, or from the baseline
+library (`performer_peer.py`). All parameters are trained.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class LongRangeClassifier(nn.Module):
 
     Args:
         encoder: a BertModel, patched or not.
-        width: of its output.
+        width: width of its output.
         hidden: width of the head's hidden layer.
         task: number of classes and of documents; its token ids end below that of the classification token.
         pooling: "mean" over unpadded tokens, or "cls": a token put in front of the sequence.
-        dropout: on the pooled vector.
+        dropout: dropout on the pooled vector.
     """
 
     def __init__(self, encoder: nn.Module, width: int, hidden: int, task: SequenceTask, pooling: str, dropout: float):
@@ -46,7 +46,7 @@ class LongRangeClassifier(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None
     ) -> SequenceClassifierOutput:
-        """Ids and mask (batch, documents, length) -> logits (batch, classes) and, with labels (batch,), the loss."""
+        """Map ids and mask (batch, documents, length) to logits (batch, classes) and, given labels (batch,), loss."""
         documents = input_ids.shape[1]
         ids, mask = input_ids.flatten(0, 1), attention_mask.flatten(0, 1)
         if self.pooling == "cls":
@@ -68,7 +68,7 @@ class LongRangeClassifier(nn.Module):
 def build_classifier(
     task: SequenceTask, model: LongRangeModel, method: AttentionMethod, max_length: int, seed: int
 ) -> LongRangeClassifier:
-    """A freshly initialised classifier (from torch's global generator), all of whose parameters are trained."""
+    """Build a freshly initialised classifier (from torch's global generator), all of whose parameters are trained."""
     with_cls = model.pooling == "cls"
     config = bert_config(model, task.vocab_size + with_cls, max_length + with_cls, type_vocab_size=1)
     bert = BertModel(config, add_pooling_layer=False)
@@ -81,7 +81,7 @@ def build_classifier(
 
 
 def bert_config(sizes: Any, vocabulary: int, positions: int, **further: Any) -> BertConfig:
-    """The layout of a BERT from scratch; token 0 is padding."""
+    """Return the config of a BERT trained from scratch; token 0 is padding."""
     return BertConfig(
         vocab_size=vocabulary,
         hidden_size=sizes.dim,
@@ -97,7 +97,7 @@ def bert_config(sizes: Any, vocabulary: int, positions: int, **further: Any) -> 
 
 
 def with_linear_attention(model: PreTrainedModel, method: AttentionMethod, seed: int) -> Any:
-    """The model with the attention of an `AttentionPart`, all of it trained; itself, if the method has none."""
+    """Return the model with an `AttentionPart`'s attention, all of it trained; unchanged if the method has none."""
     snnk = method.snnk_config(seed)
     if snnk is None:
         return model
@@ -107,16 +107,16 @@ def with_linear_attention(model: PreTrainedModel, method: AttentionMethod, seed:
 
 
 def make_sinusoidal(bert: BertModel) -> None:
-    """Position embeddings become sinusoids, which are not trained."""
+    """Replace position embeddings by sinusoids, which are not trained."""
     positions = bert.embeddings.position_embeddings.weight
     with torch.no_grad():
-        # As large as learned positions are at first, or they would drown the words (the sinusoids' rms is 1/√2).
+        # As large as learned positions at initialisation, or they would drown the words (the sinusoids' rms is 1/√2).
         positions.copy_(sinusoids(*positions.shape) * (bert.config.initializer_range * math.sqrt(2)))
     positions.requires_grad_(False)
 
 
 def sinusoids(length: int, width: int) -> torch.Tensor:
-    """(length, width): sines in the first half, cosines in the second, wavelengths from 2π to 10000 · 2π."""
+    """Return (length, width): sines in the first half, cosines in the second, wavelengths from 2π to 10000 · 2π."""
     half = (width + 1) // 2
     frequencies = torch.exp(torch.arange(half) * (-math.log(10000.0) / max(1, half - 1)))
     angles = torch.arange(length)[:, None] * frequencies

@@ -1,6 +1,6 @@
 """The settings of recipes/papers/programs/train_lra.py, section by section.
 
-recipes/score.py shows them in its `--help`, for which the package, and with it torch, is imported where it is needed.
+recipes/score.py shows them in its `--help`, so the package, and with it torch, is imported only where it is needed.
 """
 
 # `option` returns a dataclasses.field, which is what a dataclass default may be.
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 SOFTMAX, PERFORMER = "softmax", "performer_pytorch"
 SCHEDULES = ("constant", "linear", "cosine", "rsqrt")
-NAMED = [SOFTMAX, PERFORMER]  # what is no AttentionPart
+NAMED = [SOFTMAX, PERFORMER]  # kinds other than AttentionPart
 
 
 def faults_of(made: Callable[[], object]) -> list[str]:
-    """What a ConfigError says that is raised on the way."""
+    """Return the faults of a ConfigError raised by `made`, if any."""
     from snnk_peft.errors import ConfigError
 
     try:
@@ -39,7 +39,7 @@ def faults_of(made: Callable[[], object]) -> list[str]:
 
 @dataclass
 class LongRangeData:
-    """What is read, and how much of it."""
+    """The data to read, and how much of it."""
 
     dir: str | None = option(None, "folder with the official files; null generates the data (listops only)")
     max_length: int | None = option(
@@ -54,7 +54,7 @@ class LongRangeData:
 
 @dataclass
 class ModelSizes:
-    """A Transformer made from scratch. The sizes are those of Spectraformer, Table 5."""
+    """A Transformer trained from scratch. The default sizes are those of Spectraformer, Table 5."""
 
     dim: int = option(64, "width of the residual stream", low=1)
     hidden_dim: int = option(128, "width of the feed-forward blocks and of the head's hidden layer", low=1)
@@ -85,7 +85,7 @@ class LongRangeModel(ModelSizes):
 
 @dataclass
 class PerformerSection:
-    """The library performer-pytorch, a peer (see papers/lib/performer_peer.py)."""
+    """The library performer-pytorch, a baseline (see papers/lib/performer_peer.py)."""
 
     nb_features: int = option(128, "rows of its random matrix, per layer", low=1)
     feature_redraw_interval: int | None = option(
@@ -95,7 +95,7 @@ class PerformerSection:
 
 @dataclass
 class AttentionMethod:
-    """What computes attention."""
+    """The kind of attention."""
 
     attention: dict[str, Any] | str = option(
         SOFTMAX,
@@ -113,14 +113,14 @@ class AttentionMethod:
         return [f"attention: {hint}, or the fields of an AttentionPart, such as {{component: posrf}}"]
 
     def label(self) -> str:
-        """A short name for titles and tables: softmax, performer_pytorch, or component-projection."""
+        """Return a short name for titles and tables: softmax, performer_pytorch, or component-projection."""
         if isinstance(self.attention, str):
             return self.attention
         part: Any = self.snnk_config(seed=0).named_parts()["attention"]  # type: ignore[union-attr]
         return f"{part.component}-{part.projection}"
 
     def snnk_config(self, seed: int) -> SNNKConfig | None:
-        """The SNNKConfig described here, or None for softmax and the peer."""
+        """Return the SNNKConfig described here, or None for softmax and the baseline library."""
         if isinstance(self.attention, str):
             return None
         from snnk_peft import SNNKConfig
@@ -152,7 +152,7 @@ class LongRangeTrain(StepSettings):
 
 @dataclass
 class LongRangeConfig:
-    """Everything recipes/papers/programs/train_lra.py reads."""
+    """All settings of recipes/papers/programs/train_lra.py."""
 
     output: RunOutput
     task: str = option(MISSING, "a data set (recipes/data): listops or lra_...")
@@ -165,7 +165,7 @@ class LongRangeConfig:
         return _sequence_faults(self.task) or faults_of(self.read_task)
 
     def read_task(self) -> tuple[SequenceTask, int]:
-        """The task, and how many tokens of a document are read."""
+        """Return the task, and how many tokens of a document are read."""
         from data import TASKS
 
         task = TASKS[self.task].of_length(self.data.max_length)
@@ -174,7 +174,7 @@ class LongRangeConfig:
 
 @dataclass
 class LongRangeTest:
-    """What is read of a run's task."""
+    """The part of a run's task that is scored."""
 
     dir: str | None = option(None, "folder with the official files; null generates the data, or is that of the run")
     max_test_samples: int | None = option(None, "score a fixed random subset", low=1)
@@ -182,7 +182,7 @@ class LongRangeTest:
 
 @dataclass
 class LongRangeEvaluation(EvaluateConfig):
-    """Everything recipes/score.py reads for a run of recipes/papers/programs/train_lra.py."""
+    """All settings of recipes/score.py for a run of recipes/papers/programs/train_lra.py."""
 
     data: LongRangeTest = field(default_factory=LongRangeTest)  # type: ignore[assignment]
 

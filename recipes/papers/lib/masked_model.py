@@ -1,10 +1,10 @@
-"""A BERT of any size that guesses hidden word pieces, with softmax or linear attention; and how another task takes it.
+"""A BERT of any size for masked language modelling, with softmax or linear attention, and its reuse in other tasks.
 
-    loss = −mean log softmax(decoder(gelu(W h)))[piece]     over the pieces that are asked for
+    loss = −mean log softmax(decoder(gelu(W h)))[piece]     over the masked pieces
 
-What a run leaves is a folder of transformers (BertForMaskedLM, with softmax) and in it, of linear attention, the
-folder attention/: an SNNK adapter with all that its feature maps learned and drew. `with_attention` puts it back, into
-a model with any head.
+A run writes a transformers folder (BertForMaskedLM, with softmax) and in it, for linear attention, the folder
+attention/: an SNNK adapter with the learned and drawn parts of its feature maps. `with_attention` puts it back into a
+model with any head.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from papers.lib.mlm_settings import MaskedModelSection
 from snnk_cli.data import ExampleSet
 from snnk_peft.tasks.base import IGNORED
 
-ATTENTION = "attention"  # folder in that of the model
+ATTENTION = "attention"  # subfolder of the model
 
 
 class MaskedLanguageModel(nn.Module):
-    """The decoder, which is most of the work, sees the pieces that are asked for alone.
+    """A masked language model whose decoder, most of the work, reads only the masked pieces.
 
     Args:
         model: a BertForMaskedLM, or a PeftModel around one.
@@ -45,23 +45,23 @@ class MaskedLanguageModel(nn.Module):
         return self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> MaskedLMOutput:
-        """Ids and labels (batch, length), `IGNORED` where nothing is asked -> loss, logits (asked, vocabulary)."""
+        """Map ids and labels (batch, length), `IGNORED` at unmasked pieces, to loss and logits (masked, vocabulary)."""
         plain, asked = self.plain, labels != IGNORED
         hidden = plain.bert(input_ids=input_ids, attention_mask=torch.ones_like(input_ids)).last_hidden_state
         logits = plain.cls(hidden[asked]).float()
         return MaskedLMOutput(loss=nn.functional.cross_entropy(logits, labels[asked]), logits=logits)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Write the folder that is described above, without tokenizer."""
+        """Write the folder described above, without the tokenizer."""
         if self.model is self.plain:
             self.plain.save_pretrained(folder)
             return
         self.model.save_pretrained(folder / ATTENTION)
-        self.model.unload().save_pretrained(folder)  # softmax again: the model is done with
+        self.model.unload().save_pretrained(folder)  # softmax again; the model is not used any more
 
 
 def build_masked(sizes: MaskedModelSection, method: AttentionMethod, vocabulary: int, length: int, seed: int) -> Any:
-    """A freshly initialised model (from torch's global generator), all of whose parameters are trained."""
+    """Build a freshly initialised model (from torch's global generator), all of whose parameters are trained."""
     plain = BertForMaskedLM(bert_config(sizes, vocabulary, length))
     model = with_linear_attention(plain, method, seed)
     if sizes.positions == "sinusoidal":
@@ -70,11 +70,11 @@ def build_masked(sizes: MaskedModelSection, method: AttentionMethod, vocabulary:
 
 
 def with_attention(model: PreTrainedModel, folder: Path) -> Any:
-    """The model with the linear attention that was saved beside its weights, all of it trained; itself, if none was.
+    """Return the model with the linear attention saved beside its weights, if any, all of it trained.
 
     Args:
-        model: loaded from `folder`, with any head.
-        folder: of transformers, from `MaskedLanguageModel.save_pretrained`.
+        model: model loaded from `folder`, with any head.
+        folder: transformers folder written by `MaskedLanguageModel.save_pretrained`.
     """
     if not (folder / ATTENTION).is_dir():
         return model
@@ -85,7 +85,7 @@ def with_attention(model: PreTrainedModel, folder: Path) -> Any:
 
 
 def attention_of(model: Any) -> str:
-    """softmax, or component-projection of the attention that `with_attention` put into a model."""
+    """Return "softmax", or component-projection of the attention that `with_attention` put into a model."""
     config = getattr(model, "peft_config", {}).get("default")
     if config is None:
         return SOFTMAX
@@ -97,7 +97,7 @@ def attention_of(model: Any) -> str:
 def masked_scores(
     model: nn.Module, windows: ExampleSet, batch_size: int, device: torch.device, stopped: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """score = −loss, loss and masked_accuracy over all hidden pieces; None if `stopped` became true on the way."""
+    """Compute score = −loss, loss and masked_accuracy over all masked pieces; None if `stopped` became true."""
     was_training, loss, right, count = model.training, 0.0, 0, 0
     model.eval()
     for batch in windows.by_length(batch_size):

@@ -1,9 +1,9 @@
-"""Masked language modelling: texts, a vocabulary of word pieces made from them, windows of tokens, and masks.
+"""Masked language modelling: texts, a WordPiece vocabulary built from them, windows of tokens, and masks.
 
     text -> [CLS] piece ... piece [SEP]     windows of a fixed length that do not overlap; [SEP] also ends every text
-    15 % of the pieces are asked for: of these 80 % read [MASK], 10 % another piece at random, 10 % themselves (BERT)
+    15 % of the pieces are masked: 80 % of these by [MASK], 10 % by a random piece, 10 % by themselves (BERT)
 
-What a window hides is a function of (seed, epoch, index) alone, so that a continued run hides the same.
+The masks of a window depend on (seed, epoch, index) alone, so that a resumed run has the same ones.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from snnk_peft.tasks.base import IGNORED
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WIKITEXT = "wikitext"
-TO_MASK, TO_RANDOM = 0.8, 0.1  # shares of the pieces that are asked for; the rest read themselves
-_EVALUATED = 2**31 - 1  # in the place of an epoch, so that what is scored hides the same throughout
+TO_MASK, TO_RANDOM = 0.8, 0.1  # shares of the masked pieces; the rest stay as they are
+_EVALUATED = 2**31 - 1  # in place of an epoch, so that evaluations always have the same masks
 
 
 def read_texts(task: str, folder: str | None) -> tuple[list[str], list[str]]:
-    """Texts to train on and held-out texts.
+    """Return training texts and held-out texts.
 
     Raises:
-        ConfigError: files that are not there or hold no text.
+        ConfigError: files are missing or hold no text.
     """
     if task != WIKITEXT:
         spec = TASKS[task]
@@ -47,7 +47,7 @@ def read_texts(task: str, folder: str | None) -> tuple[list[str], list[str]]:
 
 
 def _articles(file: Path) -> list[str]:
-    """The lines of a file of WikiText that are text: no blank ones and no headings, which stand between "="."""
+    """Return the text lines of a WikiText file, without blank lines and headings, which are enclosed in "="."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -59,17 +59,17 @@ def _articles(file: Path) -> list[str]:
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int, max_length: int) -> BertTokenizer:
-    """A lower-casing WordPiece tokenizer whose vocabulary is made from `texts`; the same texts give the same one.
+    """Train a lower-casing WordPiece tokenizer on `texts`; the same texts give the same one.
 
     Args:
-        texts: to count pieces in.
-        vocabulary: pieces at most; all characters are among them, also if they are more.
-        max_length: tokens of an example, kept in the tokenizer.
+        texts: training texts.
+        vocabulary: most pieces; all characters are included even if there are more.
+        max_length: most tokens of an example, stored in the tokenizer.
     """
     cleaner, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
     characters = sorted({sign for text in texts for sign in cleaner.normalize_str(text) if not sign.isspace()})
-    # The trainer numbers characters in an order that differs from process to process, and breaks ties by number: here
-    # they have their numbers before.
+    # The trainer numbers characters in an order that differs between processes, and breaks ties by number: here their
+    # numbers are fixed in advance.
     fixed = [*SPECIAL, *characters, *(f"##{sign}" for sign in characters)]
     counter = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     counter.normalizer, counter.pre_tokenizer = cleaner, splitter
@@ -79,15 +79,15 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, max_length: int) -> B
 
 
 class MaskedWindows(ExampleSet):
-    """Windows of a text, pieces of which are hidden.
+    """Windows of a text with masked pieces.
 
     Args:
-        texts: of one split.
-        tokenizer: from `train_tokenizer`.
-        length: tokens of a window, with [CLS] and [SEP].
-        share: of the pieces that are asked for.
-        seed: of what is hidden.
-        count: windows at most, evenly over the text; None for all.
+        texts: texts of one split.
+        tokenizer: tokenizer from `train_tokenizer`.
+        length: tokens per window, with [CLS] and [SEP].
+        share: share of masked pieces.
+        seed: seed of the masks.
+        count: most windows, spread evenly over the text; None for all.
     """
 
     def __init__(
@@ -108,14 +108,14 @@ class MaskedWindows(ExampleSet):
         self._mask, self._vocabulary = tokenizer.mask_token_id, len(tokenizer)
 
     def masked(self, index: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(what the model reads, what it is asked for, `IGNORED` elsewhere), (length,) each, of one window."""
+        """Return input ids and labels (`IGNORED` at unmasked pieces) of one window, (length,) each."""
         ids = self.ids[index]
         random = np.random.default_rng((self._seed, epoch, index))
         chance, kind = torch.from_numpy(random.random((2, len(ids))))
         other = torch.from_numpy(random.integers(len(SPECIAL), self._vocabulary, len(ids)))
         pieces = ids >= len(SPECIAL)
         asked = pieces & (chance < self._share)
-        if not asked.any():  # a window without a question has no loss
+        if not asked.any():  # a window without a masked piece has no loss
             asked = chance == chance[pieces].min() if pieces.any() else chance == chance.min()
         given = torch.where(asked & (kind < TO_MASK), self._mask, ids)
         given = torch.where(asked & (kind >= 1 - TO_RANDOM), other, given)
@@ -124,7 +124,7 @@ class MaskedWindows(ExampleSet):
     def batch(
         self, indices: Sequence[int], device: torch.device | str = "cpu", epoch: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Model inputs, input_ids and labels (batch, length); without an epoch, what is hidden when scoring."""
+        """Return model inputs, input_ids and labels (batch, length); without an epoch, with the masks of evaluation."""
         pairs = [self.masked(index, _EVALUATED if epoch is None else epoch) for index in indices]
         ids, labels = (torch.stack(part).to(device) for part in zip(*pairs, strict=True))
         return {"input_ids": ids, "labels": labels}
@@ -132,13 +132,13 @@ class MaskedWindows(ExampleSet):
     def batches(
         self, wanted: Sequence[Sequence[int]], device: torch.device | str = "cpu", epoch: int | None = None
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """See `ExampleSet.batches`; every epoch hides other pieces."""
+        """Yield batches as `ExampleSet.batches`; the masks differ between epochs."""
         return (self.batch(indices, device, epoch) for indices in wanted)
 
     def loss_without_context(self, held_out: MaskedWindows) -> float:
-        """What a guess by how often pieces occur in these windows costs on others, in nats per hidden piece.
+        """Return the loss of guessing by piece frequencies in these windows on held-out ones, in nats per masked piece.
 
-        Attention has nothing to do with a loss near this one. Every piece counts once more than it occurs.
+        A model with a loss near this one does not use attention. Counts are smoothed by adding one.
         """
         counts = torch.bincount(self.ids[self.ids >= len(SPECIAL)], minlength=self._vocabulary).double()
         counts[len(SPECIAL) :] += 1

@@ -1,4 +1,4 @@
-"""An experiment's folder: metrics.json as measured, and a page that is rendered from it alone."""
+"""An experiment's folder: metrics.json with the measurements, and a page rendered from it alone."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Figures = dict[str, Any]
 
 
 def page_options(description: str | None, results: Path | None, *pictures: str) -> argparse.ArgumentParser:
-    """The options of all such experiments, `--output` and `--render`, to which one adds its own.
+    """Create a parser with the options of all such experiments, `--output` and `--render`, to which they add their own.
 
     Args:
         description: the program's docstring.
-        results: where its folder lies unless told otherwise; None if that must be told.
-        pictures: names of what is drawn beside the page.
+        results: default output folder; None if it must be given.
+        pictures: names of the plots beside the page.
     """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     written = ", ".join(["metrics.json", "README.md", *pictures])
@@ -30,13 +30,13 @@ def page_options(description: str | None, results: Path | None, *pictures: str) 
 
 
 def measured_page(folder: Path, again: bool, measure: Callable[[], Figures], page: Callable[[Figures], str]) -> Figures:
-    """Measure, unless only the page is wanted, and write; returns what metrics.json holds.
+    """Measure, unless only the page is wanted, and write; returns the content of metrics.json.
 
     Args:
-        folder: of metrics.json and README.md; made if absent.
-        again: render from the metrics.json that is there (`--render`).
-        measure: checks what was given, then measures.
-        page: the Markdown of the figures.
+        folder: folder of metrics.json and README.md; created if missing.
+        again: render from the existing metrics.json (`--render`).
+        measure: checks the arguments, then measures.
+        page: renders the figures as Markdown.
     """
     check_writable(folder)
     with alone(folder):

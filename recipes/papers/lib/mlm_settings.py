@@ -14,7 +14,7 @@ TEXTS = ("stdlib_docs", "film_reviews", *FILES)
 
 @dataclass
 class MaskedData:
-    """What is read, and what is hidden of it."""
+    """The texts to read, and how they are masked."""
 
     dir: str | None = option(
         None, "folder with the official files (imdb, wikitext: wiki.{train,valid}.tokens); stdlib_docs needs none"
@@ -28,7 +28,7 @@ class MaskedData:
 
 @dataclass
 class MaskedModelSection(ModelSizes):
-    """The encoder, made from scratch. The sizes are those of Learning the Transformer Kernel, Table 8.
+    """The encoder, trained from scratch. The default sizes are those of Learning the Transformer Kernel, Table 8.
 
     BERT's heads are dim / heads = 30 wide; in the paper they have 64.
     """
@@ -51,7 +51,7 @@ class MaskedTrain(LongRangeTrain):
 
 @dataclass
 class MaskedConfig:
-    """Everything recipes/papers/programs/pretrain_mlm.py reads."""
+    """All settings of recipes/papers/programs/pretrain_mlm.py."""
 
     output: RunOutput
     task: str = option("stdlib_docs", "the text", choices=TEXTS)

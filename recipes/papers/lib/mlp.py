@@ -1,9 +1,9 @@
-"""A perceptron of three layers whose second one is dense, an SNNK layer or of low rank (SNNK paper, G.1.3 and H.5).
+"""An MLP of three layers whose second one is dense, an SNNK layer or low-rank (SNNK paper, G.1.3 and H.5).
 
     h₁ = ReLU(W₁ x + b₁)        h₂ = ReLU(W₂ h₁ + b₂)  |  A Φ(h₁) + a  |  ReLU(U Vᵀ h₁ + b₂)        logits = W₃ h₂ + b₃
 
-with dropout behind h₁ and h₂. SNNK features of h₁ are random, scaled by d^−½; A is trained and folds into W₃ later on,
-so that classes × features numbers remain of both layers. A low-rank layer gets the largest rank with no more numbers
+with dropout after h₁ and h₂. SNNK features of h₁ are random, scaled by d^−½; A is trained and later folded into W₃, so
+that classes × features parameters remain of both layers. A low-rank layer gets the largest rank with no more parameters
 than the SNNK layer has.
 """
 
@@ -20,24 +20,24 @@ from snnk_peft.layers.snnk_linear import SNNKLinear
 
 
 class Scored(NamedTuple):
-    """What the loop asks of an output."""
+    """The part of an output that the training loop needs."""
 
     loss: torch.Tensor | None
     logits: torch.Tensor
 
 
 class Perceptron(nn.Module):
-    """See above.
+    """The MLP described above.
 
     Args:
-        columns: numbers of an example.
-        classes: of the output.
-        width: of h₁.
-        second: of h₂.
-        dropout: probability.
+        columns: number of inputs.
+        classes: number of outputs.
+        width: width of h₁.
+        second: width of h₂.
+        dropout: dropout probability.
         snnk: fields of a FeatureMapSpec but `dim` (component, projection, num_features), and `init`; None for none.
-        rank: of W₂ = U Vᵀ; None for none, and with neither the layer is dense.
-        seed: of the features.
+        rank: rank of W₂ = U Vᵀ; None for none. Without `snnk` and `rank` the layer is dense.
+        seed: seed of the features.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Perceptron(nn.Module):
             self.second = nn.Sequential(dense, nn.ReLU())
 
     def forward(self, values: torch.Tensor, labels: torch.Tensor | None = None) -> Scored:
-        """Logits (batch, classes), and their cross-entropy if labels are given."""
+        """Return logits (batch, classes), and their cross-entropy if labels are given."""
         hidden = self.dropout(torch.relu(self.first(values)))
         logits = self.last(self.dropout(self.second(hidden)))
         return Scored(None if labels is None else nn.functional.cross_entropy(logits, labels), logits)
 
     @torch.no_grad()
     def bundled(self) -> Perceptron:
-        """The same with A multiplied into W₃; what has no SNNK layer, itself."""
+        """Return the network with A multiplied into W₃; without an SNNK layer, itself."""
         if not isinstance(self.second, SNNKLinear):
             return self
         stage, last = self.second.fold(following=self.last)
@@ -83,7 +83,7 @@ class Perceptron(nn.Module):
 
 
 def snnk_layer(dense: nn.Linear, snnk: dict[str, Any], seed: int) -> SNNKLinear:
-    """Features in the place of a layer and its ReLU; with init "nystrom" A starts as for standard normal inputs."""
+    """Replace a layer and its ReLU by features; with init "nystrom", A is fitted for standard normal inputs."""
     fields = {key: value for key, value in snnk.items() if key != "init"}
     width = dense.in_features
     spec = FeatureMapSpec.from_dict({"seed": seed, "slot": "second", **fields, "dim": width})
@@ -93,5 +93,5 @@ def snnk_layer(dense: nn.Linear, snnk: dict[str, Any], seed: int) -> SNNKLinear:
 
 
 def equal_rank(width: int, second: int, features: int) -> int:
-    """The largest rank r with r (width + second) <= features · second, at least 1."""
+    """Return the largest rank r with r (width + second) <= features · second, at least 1."""
     return max(1, features * second // (width + second))

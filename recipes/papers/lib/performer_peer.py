@@ -1,24 +1,24 @@
-"""A peer of our linear attention: FastAttention of performer-pytorch in transformers' encoder.
+"""A baseline for our linear attention: FastAttention of performer-pytorch in transformers' encoder.
 
     out_i = Σ_j m_j (φ(q_i)·φ(k_j)) v_j / Σ_j φ(q_i)·φ(k_j),        x̂ = x / d^¼,
     φ(x) = (exp(W x̂ − |x̂|²/2 − c) + 10⁻⁴) / √nb_features
 
 Choromanski et al. 2021, FAVOR+, as https://github.com/lucidrains/performer-pytorch (version 1.1.4) computes it: W has
-orthogonal blocks of rows with the lengths of Gaussian ones; c is the greatest entry of W x̂, of each query, and of all
-keys of a sequence and head. Time and memory grow as the length times nb_features. Four things are that library's own:
+orthogonal blocks of rows with the lengths of Gaussian ones; c is the greatest entry of W x̂, per query, and over all
+keys of a sequence and head. Time and memory grow as the length times nb_features. Four things are particular there:
 
 Rows. Its orthogonal blocks have the signs that a QR factorisation happens to give, so that row j of a block leans
 towards -e_j: its features do not estimate softmax attention without bias, as rows times random signs (or projection orf
-of this package) do. The error stops falling at some 3 % where tests/papers/test_performer_peer.py looks. Used as it is.
+of this package) do. In tests/papers/test_performer_peer.py the error stops falling at about 3 %. Used unchanged.
 
-Masks. Its attention sets the values of padding to zero (m) and leaves the keys in the denominator and in c, so that
-padding dilutes an output; ours leaves both out. Batches of similar length (train.group_by_length) have little of it.
+Masks. Its attention sets the values of padding to zero (m) but keeps the keys in the denominator and in c, so that
+padding dilutes an output; ours excludes both. Batches of similar length (train.group_by_length) have little padding.
 
 Redrawing. Its Performer draws W anew after 1000 forward passes of training (`feature_redraw_interval`), in all layers,
 from torch's global generator. Its ProjectionUpdater does so here too. The count, W and the state of the generator are
-in the checkpoints, so a run that continues redraws what it would have; evaluations count nothing and redraw nothing.
+in the checkpoints, so a resumed run redraws as an uninterrupted one; evaluations neither count nor redraw.
 
-Dropout. Weights are never formed, so that model.attention_dropout does nothing, as in ours.
+Dropout. Weights are never formed, so model.attention_dropout has no effect, as in ours.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.parts.attention.interface import padding_mask
 from snnk_peft.projections.base_drawn import site_generator
 
-ATTENTION, UPDATER = "performer_attention", "performer_updater"  # what the modules are called in the encoder
+ATTENTION, UPDATER = "performer_attention", "performer_updater"  # names of the modules in the encoder
 
 
 def require_performer() -> Any:
-    """The module performer_pytorch; a ConfigError where it cannot be imported, which is tried before data are read."""
+    """Import performer_pytorch; a ConfigError if that fails. Called before any data are read."""
     try:
         import performer_pytorch
     except ImportError as error:
@@ -52,16 +52,16 @@ def require_performer() -> Any:
 
 
 def use_performer(encoder: PreTrainedModel, settings: PerformerSection, seed: int) -> None:
-    """Give every attention module of a fresh encoder its FastAttention, and redraw them as that library does.
+    """Add a FastAttention to every attention module of a fresh encoder, redrawn as that library does.
 
-    The first W of a layer is drawn from (seed, path of the layer), so that all else begins as it does for other
-    methods with the same seed.
+    The first W of a layer is drawn from (seed, path of the layer), so that all else is initialised as for
+    other methods with the same seed.
 
     Raises:
         ConfigError: the library is not installed.
     """
     library = require_performer()
-    # Both names, or the function would silently receive no mask.
+    # Register both, or the function would silently receive no mask.
     AttentionInterface.register(PERFORMER, performer_attention)
     AttentionMaskInterface.register(PERFORMER, padding_mask)
     encoder.set_attn_implementation(PERFORMER)
@@ -71,7 +71,7 @@ def use_performer(encoder: PreTrainedModel, settings: PerformerSection, seed: in
                 torch.manual_seed(site_generator(seed, path).initial_seed())
                 fast = library.FastAttention(module.attention_head_size, nb_features=settings.nb_features, causal=False)
             module.add_module(ATTENTION, fast)
-    # It asks for these two; the encoder itself, which contains the updater, would make a circle of modules.
+    # It needs these two; the encoder itself, which contains the updater, would make a cycle of modules.
     view = SimpleNamespace(modules=encoder.modules, parameters=encoder.parameters)
     encoder.add_module(UPDATER, library.ProjectionUpdater(view, settings.feature_redraw_interval))
     encoder.register_forward_pre_hook(_count_and_redraw)
@@ -90,16 +90,16 @@ def performer_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What a layer calls: q, k and v (B, H, L, d) -> (B, L, H, d).
+    """Compute attention for a layer: q, k and v (B, H, L, d) -> (B, L, H, d).
 
     Args:
         module: the attention module, which holds a FastAttention.
         query: queries.
         key: keys.
         value: values.
-        attention_mask: (B, L) of bool from `padding_mask`, or None where all tokens count.
-        scaling: factor on q·k; the library knows 1/√d only.
-        **kwargs: of transformers; dropout among them.
+        attention_mask: (B, L) of bool from `padding_mask`, or None without padding.
+        scaling: factor on q·k; the library supports only 1/√d.
+        **kwargs: further arguments of transformers, including dropout.
     """
     assert scaling is None or math.isclose(scaling, query.shape[-1] ** -0.5)
     if attention_mask is not None:

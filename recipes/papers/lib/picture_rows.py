@@ -1,4 +1,4 @@
-"""One picture as a function of its coordinates: every row of pixels is an example."""
+"""An image as a function of its coordinates: every row of pixels is an example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from snnk_peft.tasks.base_image import FilePictures, UnreadableImageError, conve
 
 
 class PictureRows(ExampleSet):
-    """Rows of a grey picture, values in [−1, 1] at coordinates in [−1, 1]².
+    """Rows of a grey image, values in [−1, 1] at coordinates in [−1, 1]².
 
     Args:
         values: (height, width).
@@ -31,11 +31,11 @@ class PictureRows(ExampleSet):
 
     @property
     def coordinates(self) -> torch.Tensor:
-        """(height, width, 2): down, right."""
+        """Coordinates (height, width, 2): down, right."""
         return torch.stack(torch.meshgrid(*self.axes, indexing="ij"), -1)
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """coordinates (rows, width, 2) and values (rows, width, 1)."""
+        """Return coordinates (rows, width, 2) and values (rows, width, 1)."""
         chosen = list(indices)
         inputs = {"coordinates": self.coordinates[chosen], "values": self.values[chosen].unsqueeze(-1)}
         return {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -47,7 +47,7 @@ class PictureRows(ExampleSet):
         return hashlib.sha256(f"{tuple(self.values.shape)}".encode() + self.values.numpy().tobytes()).hexdigest()
 
     def gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Central differences, (height, width, 2), and their own differences, the Laplacian (height, width)."""
+        """Return central differences, (height, width, 2), and the Laplacian, their own differences, (height, width)."""
         steps = [float(axis[1] - axis[0]) for axis in self.axes]
         first = torch.gradient(self.values, spacing=steps)
         second = [torch.gradient(part, spacing=steps)[axis] for axis, part in enumerate(first)]
@@ -55,10 +55,10 @@ class PictureRows(ExampleSet):
 
 
 def read_picture(name: str, file: str | Path | None, size: int) -> PictureRows:
-    """The middle square, grey, at size × size pixels, of a file or of the picture that scikit-learn has by this name.
+    """Read the central square, in grey at size × size pixels, of a file or of a sample image of scikit-learn.
 
     Raises:
-        ConfigError: there is no such picture, or it cannot be read.
+        ConfigError: there is no such image, or it cannot be read.
     """
     if file is None:
         picture = Image.fromarray(load_sample_image(f"{name}.jpg"))

@@ -12,16 +12,16 @@ from snnk_cli.tables import grid, mean_in_words
 
 COMPONENTS = ("posrf", "oprf", "saderf")
 MATRICES = ("orf", "sorf", "qmc", "mm", "sgq", "fastfood_learned")
-BASE = "posrf_orf"  # times are told as multiples of its time
+BASE = "posrf_orf"  # times are given as multiples of its time
 
 
 class Printed(NamedTuple):
-    """Of a pair on one task.
+    """Printed figures of a pair on one task.
 
     Attributes:
         accuracy: percent, on the test set.
-        hours: of training.
-        gigabytes: at the peak.
+        hours: hours of training.
+        gigabytes: peak memory.
     """
 
     accuracy: float
@@ -51,11 +51,11 @@ PRINTED = {
 
 
 def beside(task: str, row: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """The lines of two tables, component by matrix: accuracy and time as measured, in brackets as printed.
+    """Return the lines of two tables, component by matrix: accuracy and time as measured, in brackets as printed.
 
     Args:
-        task: of the runs; without a printed column there are no lines.
-        row: method -> reports; with fewer than half of the pairs there are no lines.
+        task: task of the runs; without a printed column the result is empty.
+        row: method -> reports; with fewer than half of the pairs the result is empty.
     """
     printed = PRINTED.get(task, {})
     pairs = [name for name in printed if name in row]
@@ -84,7 +84,7 @@ def beside(task: str, row: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[st
 
 
 def _square(pairs: Sequence[str], cell: Callable[[str], str]) -> list[str]:
-    """A row per matrix, a column per component."""
+    """Return a table with a row per matrix and a column per component."""
     names = {matrix: [f"{component}_{matrix}" for component in COMPONENTS] for matrix in MATRICES}
     rows = [[matrix, *(cell(name) if name in pairs else "" for name in own)] for matrix, own in names.items()]
     return grid(["", *COMPONENTS], rows)

@@ -1,4 +1,4 @@
-"""Reports of finished runs: their metrics.json files are kept as the lines of one file a study."""
+"""Reports of finished runs: their metrics.json files are kept as the lines of one file per study."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Table = dict[str, dict[str, list[Report]]]  # task -> method -> one report per s
 
 
 def lines_of(study: Path) -> Path:
-    """The file of a study's finished runs, a line each: model_cards/glue.jsonl for model_cards/glue, and for itself."""
+    """Return the file of a study's finished runs, one per line: model_cards/glue.jsonl for model_cards/glue."""
     return study if study.suffix == ".jsonl" else Path(f"{study.resolve()}.jsonl")
 
 
 def read_runs(study: Path) -> dict[Run, Report]:
-    """The stored reports of a study, sorted by task, method and seed; none where it has no file yet.
+    """Read the stored reports of a study, sorted by task, method and seed; empty if it has no file yet.
 
     Args:
-        study: its name or its file, as in `lines_of`.
+        study: name or file of the study, see `lines_of`.
 
     Raises:
-        ConfigError: a line is damaged, or the reports are those of an earlier layout, a file each.
+        ConfigError: a line is damaged, or the reports are in an earlier layout with one file each.
     """
     file = lines_of(study)
     if not file.is_file():
@@ -70,13 +70,13 @@ def _config_error(fault: str) -> Exception:
 
 
 def collect(runs: Path, study: Path, beside: str | None = None) -> int:
-    """Store the reports of finished runs; returns how many were new or changed. One writer at a time, as in `main`.
+    """Store the reports of finished runs, one writer at a time; returns how many were new or changed.
 
     Args:
         runs: folder of <task>/<method>/seed<k>/metrics.json, or of <task>/<method>/seed<k>.json.
-        study: as in `lines_of`; its file is replaced in one step.
+        study: see `lines_of`; its file is replaced atomically.
         beside: name of a second report of the same run, <beside>.json, which becomes the entry `beside` of the first;
-            runs without it are left.
+            runs without it are skipped.
     """
     file, stored = lines_of(study), read_runs(study)
     remove_leftovers(file.parent, f"{glob.escape(file.name)}.*")
@@ -105,7 +105,7 @@ def _line(run: Run, report: Report) -> str:
 
 
 def read_reports(study: Path, name: str) -> Table:
-    """All stored reports by task and method; `name` is that of the study which makes them."""
+    """Return all stored reports by task and method; `name` is that of the study which produces them."""
     table: defaultdict[str, defaultdict[str, list[Report]]] = defaultdict(lambda: defaultdict(list))
     for (task, method, _), report in read_runs(study).items():
         table[task][method].append(report)
@@ -117,10 +117,10 @@ def read_reports(study: Path, name: str) -> Table:
 
 
 def by_model(runs: Mapping[str, Value]) -> dict[str, list[Value]]:
-    """Runs that differ in their seed alone, together: {"a/seed0": x, "a/seed1": y} -> {"a": [x, y]}.
+    """Group runs that differ only in their seed: {"a/seed0": x, "a/seed1": y} -> {"a": [x, y]}.
 
     Args:
-        runs: by the names of their folders; what does not end in /seed<k> keeps its name.
+        runs: runs by the names of their folders; names that do not end in /seed<k> are kept.
     """
     found: defaultdict[str, list[Value]] = defaultdict(list)
     for name, value in runs.items():
@@ -129,10 +129,10 @@ def by_model(runs: Mapping[str, Value]) -> dict[str, list[Value]]:
 
 
 def rates(study: Path) -> Rates:
-    """method -> learning rate -> task -> score on held-back examples, of rates that ran on every task of the study.
+    """Return method -> learning rate -> task -> score on held-back examples, for rates run on every task of the study.
 
     Args:
-        study: whose methods are <method>@<rate>.
+        study: a study whose methods are named <method>@<rate>.
     """
     found: defaultdict[str, defaultdict[float, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for (task, name, _), report in read_runs(study).items():
@@ -148,7 +148,7 @@ def rates(study: Path) -> Rates:
 
 
 def chosen_rates(study: Path) -> dict[str, float]:
-    """The learning rate of every method: of those tried on all tasks of the tuning the one with the best mean score."""
+    """Return the learning rate of every method: of those tried on all tuning tasks, the best by mean score."""
     means = {
         method: {rate: statistics.mean(scores.values()) for rate, scores in tried.items()}
         for method, tried in rates(study).items()

@@ -1,4 +1,4 @@
-"""The models of finished runs of the papers' programs, and what is scored of them."""
+"""Loading of the models of finished runs of the papers' programs, and scoring of sequence runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from snnk_peft.errors import ConfigError
 
 
 def load_long_range(folder: Path, run: LongRangeConfig) -> LongRangeClassifier:
-    """The classifier of a sequence run's best checkpoint, in eval mode."""
+    """Load the classifier of a sequence run's best checkpoint, in eval mode."""
     task, length = run.read_task()
     model = build_classifier(task, run.model, run.method, length, run.train.seed)
     load_model(trained_checkpoint(folder, run), model)
@@ -29,23 +29,23 @@ def load_long_range(folder: Path, run: LongRangeConfig) -> LongRangeClassifier:
 
 
 def load_folder(folder: Path) -> Any:
-    """The model of a run, its best checkpoint, or of a model folder, in eval mode; for what needs no data.
+    """Load the model of a run's best checkpoint or of a model folder, in eval mode, for uses without data.
 
-    Runs of train_lra.py, of pretrain_mlm.py and of what fine-tunes; bundles, and other folders of transformers, with
-    the attention that a pretraining left in them.
+    The folder may be a run of train_lra.py, pretrain_mlm.py or a fine-tuning, a bundle, or another transformers folder,
+    possibly with the attention that a pretraining saved in it.
     """
     if not (folder / "config.yaml").is_file():
         return with_attention(load_by_class(folder), folder).eval()
     settings = read_yaml(folder / "config.yaml")
     if is_sequence_run(settings):
         return load_long_range(folder, load_config(LongRangeConfig, settings))
-    # What the run left says by itself what it is, whatever was pretrained before it and where.
+    # The model that the run saved is self-contained, whatever was pretrained before it and where.
     left = next((folder / name for name in ("bundle", "model") if (folder / name).is_dir()), None)
     return load_folder(left) if left else load_run(folder, load_config(FinetuneConfig, settings))[0]
 
 
 def of_sequences(folder: Path, given: Mapping[str, Any] | None, overrides: list[str]) -> Subject:
-    """The classifier of a run of train_lra.py, and its test split; see `Preparer` of lib/scoring.py."""
+    """Prepare the classifier of a run of train_lra.py, and its test split; see `Preparer` of lib/scoring.py."""
     run = load_config(LongRangeConfig, given)
     known = known_of(run)
     known["data"] = {field: known["data"][field] for field in ("dir", "max_test_samples")}

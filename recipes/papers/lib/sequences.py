@@ -1,4 +1,4 @@
-"""Long token sequences to batches: padded to the longest of the batch."""
+"""Batching of long token sequences, padded to the longest of the batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from snnk_peft.tasks.texts import padded
 
 
 class SequenceExamples(ExampleSet):
-    """One split of a `SequenceTask`.
+    """A split of a `SequenceTask`.
 
     Args:
-        rows: the examples; of pairs, both documents have the same place in their lists.
+        rows: the examples; the two documents of a pair have the same index in their lists.
         max_length: tokens per document, longer ones are cut.
     """
 
@@ -27,7 +27,7 @@ class SequenceExamples(ExampleSet):
         self.lengths = [max(map(len, example)) for example in zip(*self._documents, strict=True)]
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """Model inputs: input_ids and attention_mask (batch, documents, longest), labels (batch,)."""
+        """Return model inputs: input_ids and attention_mask (batch, documents, longest), labels (batch,)."""
         documents = [part[index] for index in indices for part in self._documents]
         tokens = padded(documents).unflatten(0, (len(indices), -1)).to(device)
         return {

@@ -2,12 +2,12 @@
 
 Algorithm 2 of "Efficiently learning low-rank networks" recovers Ŵ by gradient descent, estimates the nonlinearity
 kernel K_ij = E[ReLU(w_i·x) ReLU(w_j·x)] by the samples, and projects Ŵ on the top r eigenvectors of K̂. `factorize` is
-used instead, because what the paper proves does not hold:
+used instead, because the paper's results do not hold:
 
 - Theorem 2.8 (it reaches the best rank-r risk up to any ε) rests on Theorem 2.10, which is false: the projection by the
   exact kernel does not minimise the ReLU risk. For W = [[1, 0], [−1, 0], [0, 1]] and r = 1 its risk is 1.0249, that of
   the plain SVD .5 and the least .4414, so no number of samples gets Algorithm 2 below 1.0249. Its Lemma 8.20 writes
-  risks by Theorem 4.2, which holds for rows of the best norm only; those of a projection have others.
+  risks by Theorem 4.2, which holds only for rows of the best norm; those of a projection have others.
 - The eigenvalue gap λ_r − λ_{r−1} in the bounds is never positive; λ_r − λ_{r+1} is meant. In step 2, σ(xᵀW)σ(xᵀW)ᵀ is
   a number, the outer product σ(Wᵀx)σ(Wᵀx)ᵀ is meant; Definition 2.5 needs z ~ N(0, I).
 - Remark 8.17 (the kernel must be learned apart from W) is wrong: by Cauchy-Schwarz |k(w, v) − k(ŵ, v̂)| is at most
@@ -30,7 +30,7 @@ RECOVERIES = ("least_squares", "gradient_descent")
 
 
 def recover_weight(x: Tensor, y: Tensor, *, recovery: str = "least_squares", steps: int = 500) -> Tensor:
-    """Ŵ (out, in) from samples of ReLU(Wx).
+    """Recover Ŵ (out, in) from samples of ReLU(Wx).
 
     Args:
         x: (n, in).
@@ -38,10 +38,10 @@ def recover_weight(x: Tensor, y: Tensor, *, recovery: str = "least_squares", ste
         recovery: "least_squares" solves, unit by unit, the linear equations of the samples in which it is active; exact
             from two to three times `in` samples on. "gradient_descent" is step 1 of Algorithm 2 (Soltanolkotabi 2017):
             from zero, ŵ ← ŵ − (1/n) Σ (ReLU(ŵ·x) − y)(1 + sgn(ŵ·x)) x, for n of several times `in`.
-        steps: of gradient descent, at most; it stops once Ŵ moves by no more than rounding.
+        steps: most steps of gradient descent; it stops once Ŵ moves by no more than rounding.
 
     Raises:
-        ConfigError: samples that do not fit together; for least squares, units active in fewer samples than inputs.
+        ConfigError: x and y do not match; for least squares, a unit is active in fewer samples than there are inputs.
     """
     faults = []
     if x.ndim != 2 or y.ndim != 2 or len(x) != len(y) or len(x) == 0:
@@ -64,7 +64,7 @@ def recover_weight(x: Tensor, y: Tensor, *, recovery: str = "least_squares", ste
                 break
         return weight
     active = (y > 0).sum(0)
-    # A unit that is never active is either zero or has seen too little as well.
+    # A unit that is never active is either zero or has also seen too few samples.
     if few := (active < x.shape[1]).nonzero().flatten().tolist():
         some = f"{few[:5]}{' and more' if len(few) > 5 else ''}"
         raise ConfigError(

@@ -1,11 +1,11 @@
-"""A network of sines for a function of few coordinates (SIREN, Sitzmann et al. 2020): dense, SNNK or of low rank.
+"""A network of sines for a function of few coordinates (SIREN, Sitzmann et al. 2020): dense, SNNK or low-rank.
 
     h₀ = sin(ω₀ (W₀ x + b₀)),   h_i = sin(ω₀ (W_i h_{i−1} + b_i)),   y = W h + b
 
 with W₀ uniform in ±1/inputs and all others in ±√(6/width)/ω₀, so that ω₀ W h has a standard deviation near one. In the
 SNNK form (SNNK paper, 4.2) a hidden layer is h_i = A_i Φ(h_{i−1}) + a_i with random features Φ, of which A_i and a_i
-are trained. A_i starts at the best readout of the sine layer in whose place it is ("nystrom"), at Φ(ω₀ W_i) as in the
-paper, or random. Sine features are odd: of a layer with biases they give the odd part, cos features give both.
+are trained. A_i starts at the best readout for the sine layer that it replaces ("nystrom"), at Φ(ω₀ W_i) as in the
+paper, or random. Sine features are odd: they give the odd part of a layer with biases, cos features give both.
 In the low-rank form it is h_i = sin(ω₀ (U Vᵀ h_{i−1} + b_i)), and entries of V start uniform in ±√(3/width), so that
 those of Vᵀ h are as large as those of h.
 
@@ -29,20 +29,20 @@ SPREAD = 0.5**0.5  # standard deviation of a sine whose argument varies by more 
 
 
 class Fit(NamedTuple):
-    """What the loop asks of an output."""
+    """The part of an output that the training loop needs."""
 
     loss: torch.Tensor
     values: torch.Tensor
 
 
 class Sine(nn.Module):
-    """sin(ω₀ (W x + b)).
+    """The layer sin(ω₀ (W x + b)).
 
     Args:
         inputs: length of x.
         outputs: rows of W.
         omega: ω₀.
-        first: W reads coordinates.
+        first: whether W reads coordinates.
     """
 
     def __init__(self, inputs: int, outputs: int, omega: float, *, first: bool = False):
@@ -52,12 +52,12 @@ class Sine(nn.Module):
         nn.init.uniform_(self.linear.weight, -bound, bound)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(..., inputs) -> (..., outputs)."""
+        """Map (..., inputs) to (..., outputs)."""
         return torch.sin(self.omega * self.linear(x))
 
     @torch.no_grad()
     def scaled(self) -> nn.Linear:
-        """The argument of the sine as a Linear."""
+        """Return the argument of the sine as a Linear."""
         found = nn.Linear(self.linear.in_features, self.linear.out_features)
         found.weight.copy_(self.omega * self.linear.weight)
         found.bias.copy_(self.omega * self.linear.bias)
@@ -65,18 +65,18 @@ class Sine(nn.Module):
 
 
 class SineNetwork(nn.Module):
-    """See above.
+    """The network described above.
 
     Args:
-        inputs: coordinates.
-        outputs: values.
-        width: of the layers between.
+        inputs: number of coordinates.
+        outputs: number of values.
+        width: width of the hidden layers.
         hidden: number of width × width layers.
         omega: ω₀.
         snnk: fields of a FeatureMapSpec but `dim` (component, projection, num_features), and `init`; None is dense.
-        layers: which hidden layers become SNNK layers or get the rank, from 0; None for all.
-        seed: of the features.
-        rank: of the chosen layers, which then have no features; None for full rank.
+        layers: hidden layers that become SNNK layers or get the rank, from 0; None for all.
+        seed: seed of the features.
+        rank: rank of the chosen layers, which then have no features; None for full rank.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SineNetwork(nn.Module):
 
     @classmethod
     def of(cls, config: Any, inputs: int, outputs: int) -> SineNetwork:
-        """As the sections `model` and `method` of a recipe's settings say (papers/lib/layer_settings.py)."""
+        """Build from the sections `model` and `method` of a recipe's settings (papers/lib/layer_settings.py)."""
         model, method = config.model, config.method
         given: dict[str, Any] = {"snnk": method.snnk}
         if method.kind == "low_rank":
@@ -118,17 +118,17 @@ class SineNetwork(nn.Module):
         return cls(inputs, outputs, *sizes, layers=method.layers, seed=config.train.seed, **given)
 
     def forward(self, coordinates: torch.Tensor, values: torch.Tensor | None = None) -> Fit:
-        """The values of the network, and their mean squared error if those that are wanted are given."""
+        """Return the values of the network, and their mean squared error if the target values are given."""
         found = self.layers(coordinates)
         loss = found.new_zeros(()) if values is None else (found - values).square().mean()
         return Fit(loss, found)
 
 
 class PotentialNetwork(nn.Module):
-    """V(x) = network(x) − network(0), and the loss by which conservation of energy teaches it (lib/two_bodies.py).
+    """V(x) = network(x) − network(0), with a loss from conservation of energy (lib/two_bodies.py).
 
     Args:
-        network: of one output.
+        network: network with one output.
     """
 
     def __init__(self, network: SineNetwork):
@@ -136,19 +136,19 @@ class PotentialNetwork(nn.Module):
         self.network = network
 
     def potential(self, coordinates: torch.Tensor) -> torch.Tensor:
-        """(n, inputs) -> (n,)."""
+        """Map (n, inputs) to (n,)."""
         origin = torch.zeros_like(coordinates[:1])
         found: torch.Tensor = (self.network.layers(coordinates) - self.network.layers(origin)).squeeze(-1)
         return found
 
     def forward(self, coordinates: torch.Tensor, kinetic: torch.Tensor) -> Fit:
-        """The variance of kinetic (n,) + V over the points, and V."""
+        """Return the variance of kinetic (n,) + V over the points, and V."""
         values = self.potential(coordinates)
         return Fit((kinetic + values).var(correction=0), values)
 
 
 def stand_in(layer: Sine, snnk: dict[str, Any], seed: int, index: int) -> SNNKLinear:
-    """An SNNK layer instead of a hidden layer of sines; its inputs are values of sines."""
+    """Replace a hidden sine layer by an SNNK layer, whose inputs are values of sines."""
     fields = {key: value for key, value in snnk.items() if key != "init"}
     dim = layer.linear.in_features
     spec = FeatureMapSpec.from_dict({"seed": seed, "slot": f"hidden.{index}", **fields, "dim": dim})
@@ -165,7 +165,7 @@ def stand_in(layer: Sine, snnk: dict[str, Any], seed: int, index: int) -> SNNKLi
 
 
 def low_rank(width: int, rank: int, omega: float) -> nn.Sequential:
-    """Vᵀ, and a sine layer that reads it."""
+    """Return Vᵀ followed by a sine layer that reads it."""
     narrow = nn.Linear(width, rank, bias=False)
     bound = math.sqrt(3 / width)
     nn.init.uniform_(narrow.weight, -bound, bound)
@@ -173,7 +173,7 @@ def low_rank(width: int, rank: int, omega: float) -> nn.Sequential:
 
 
 def derivatives(model: SineNetwork, coordinates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Value, gradient and Laplacian of the first output at coordinates (n, inputs): (n,), (n, inputs), (n,)."""
+    """Compute value, gradient and Laplacian of the first output at coordinates (n, inputs): (n,), (n, inputs), (n,)."""
     coordinates = coordinates.detach().clone().requires_grad_()
     values = model(coordinates).values[:, 0]
     (gradient,) = torch.autograd.grad(values.sum(), coordinates, create_graph=True)

@@ -1,16 +1,16 @@
-"""What attention learned of its kernel: eigenvalues of the covariance of the rows ω (Learning the Transformer Kernel,
+"""The learned kernel of attention: eigenvalues of the covariance of the rows ω (Learning the Transformer Kernel,
 section 4.1, Tables 4 and 9 to 12).
 
     gmm                      Σ_c of each component                       rows are N(±μ_c, Σ_c)
     fastfood_learned, "S"    mean of χ_i²/n times I                      over signs, G and permutations
-    fastfood_learned, "SGB"  diagonal, see `fastfood_covariance`         over permutations, which alone are not learned
-    free                     (W − mean)ᵀ(W − mean)/m                     of its rows, which are no sample
-    others                   of so many rows of fresh draws, each as large as the model's own
+    fastfood_learned, "SGB"  diagonal, see `fastfood_covariance`         over permutations, the only part not learned
+    free                     (W − mean)ᵀ(W − mean)/m                     of its rows, which are not a sample
+    others                   of rows of fresh draws, each as large as the model's own
 
 Rows that are not learned are N(0, I), so all eigenvalues are 1; smaller ones mean estimates of less variance (the
-paper's Theorem 3). It has tables of mixtures only, "since covariance matrices are not well defined in the Generator and
-FastFood": here they are those of one row, taken at random. Where there are several rows of another mean, as those of
-Fastfood, the spread of their means is part of it.
+paper's Theorem 3). The paper has tables only of mixtures, "since covariance matrices are not well defined in the
+Generator and FastFood": here they are those of a random row. Where rows have different means, as in Fastfood, the
+spread of their means is included.
 
 Cost: O(d³) per matrix, and d² for each of 2048 · d fresh rows: eigenvalues of N(0, I) then spread by ±2/√2048, 4 %.
 """
@@ -36,16 +36,16 @@ ROWS_PER_DIMENSION = 2048
 
 
 def learned_sites(model: torch.nn.Module) -> dict[str, list[FeatureMap]]:
-    """The feature maps of attention whose rows are learned: one for each key head, or one for all, by their module.
+    """Return the attention's feature maps with learned rows, by module: one per key head, or one for all.
 
-    That is the name of the KernelAttention; ".terms.i" is added where it sums several attentions, ".key_maps" where
-    keys have maps of their own.
+    The module is the KernelAttention; ".terms.i" is appended where it sums several attentions, ".key_maps" where keys
+    have their own maps.
 
     Args:
-        model: of any kind, patched or bundled.
+        model: any model, patched or bundled.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: the model has none.
     """
     found: dict[str, list[FeatureMap]] = {}
     kinds: set[str] = set()
@@ -57,7 +57,7 @@ def learned_sites(model: torch.nn.Module) -> dict[str, list[FeatureMap]]:
             for site, given in ((own, term.feature_maps), (f"{own}.key_maps", term.key_maps or [])):
                 maps = [each for each in given if isinstance(each, FeatureMap)]
                 kinds |= {registered_name(PROJECTIONS, each.projection) for each in maps}
-                # Rows made from queries and keys are learned, but no sample of a kernel's spectrum.
+                # Rows made from queries and keys are learned, but are not samples of a kernel's spectrum.
                 if maps and maps[0].projection.trainable and maps[0].projection.distribution != "none":
                     found[site] = maps
     if found:
@@ -70,8 +70,9 @@ def learned_sites(model: torch.nn.Module) -> dict[str, list[FeatureMap]]:
 
 
 def learned_spectra(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Eigenvalues in descending order, (heads or 1, [components,] d) in fp64 on the CPU, by the names of
-    `learned_sites`; components are those of mixtures.
+    """Return eigenvalues in descending order, (heads or 1, [components,] d) in fp64 on the CPU, by `learned_sites`.
+
+    Components are those of mixtures.
 
     Raises:
         ConfigError: nothing is learned.
@@ -80,14 +81,14 @@ def learned_spectra(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def spectra(maps: Sequence[FeatureMap]) -> torch.Tensor:
-    """Eigenvalues of each map's rows, in descending order, (maps, [components,] d)."""
+    """Compute the eigenvalues of each map's rows, in descending order, (maps, [components,] d)."""
     covariances = torch.stack([covariance(each.projection) for each in maps])
     return torch.linalg.eigvalsh(covariances).flip(-1).clamp_min(0)
 
 
 @torch.no_grad()
 def covariance(matrix: Projection) -> torch.Tensor:
-    """Of a row of W, (d, d) or, of a mixture, (components, d, d), in fp64 on the CPU."""
+    """Compute the covariance of a row of W, (d, d) or, for a mixture, (components, d, d), in fp64 on the CPU."""
     if isinstance(matrix, Gmm):
         return matrix.covariances().double().cpu()
     if isinstance(matrix, FastfoodLearned):
@@ -98,10 +99,10 @@ def covariance(matrix: Projection) -> torch.Tensor:
 
 
 def fastfood_covariance(matrix: FastfoodLearned) -> torch.Tensor:
-    """Of a row taken at random from V = n^-½ S H G Π H B, over everything in it that is not learned, (d, d).
+    """Compute the covariance of a random row of V = n^-½ S H G Π H B, over all parts that are not learned, (d, d).
 
     Row i of a block is s_i n^-½ Σ_k H_ik g_k B h_π(k), g = G/‖G‖, with h_j the rows of H: Σ_j h_j = n e₁ and
-    Σ_j h_j h_jᵀ = n I. Of a random permutation π, with t = H g:
+    Σ_j h_j h_jᵀ = n I. For a random permutation π, with t = H g:
 
         mean of row i     s_i n^-½ t_i B e₁
         second moment     s_i²/n · B diag(t_i², (n − t_i²)/(n − 1), ..., (n − t_i²)/(n − 1)) B
@@ -109,7 +110,7 @@ def fastfood_covariance(matrix: FastfoodLearned) -> torch.Tensor:
     If G and B are random too, the direction of a row is uniform on the sphere: s_i²/n · I.
 
     Args:
-        matrix: with `learn` "S" or "SGB".
+        matrix: matrix with `learn` "S" or "SGB".
     """
     n, d, m = matrix.order, matrix.dim, matrix.num_features
     lengths = matrix.lengths.detach().double().cpu()
@@ -126,7 +127,7 @@ def fastfood_covariance(matrix: FastfoodLearned) -> torch.Tensor:
 
 
 def fresh_rows(matrix: Projection) -> Iterable[torch.Tensor]:
-    """The rows that new draws make of what is learned, each (m, d), until there are enough.
+    """Yield rows of new draws from the learned distribution, each (m, d), until there are enough.
 
     A draw has as many rows as the model's own: a generator normalises over them.
     """
@@ -136,7 +137,7 @@ def fresh_rows(matrix: Projection) -> Iterable[torch.Tensor]:
 
 
 def covariance_of_rows(draws: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The covariance of all rows together, divided by their number, (d, d) in fp64 on the CPU."""
+    """Compute the covariance of all rows together, divided by their number, (d, d) in fp64 on the CPU."""
     count, total, squares = 0, torch.zeros(()), torch.zeros(())
     for rows in draws:
         wide = rows.detach().double().cpu()
@@ -146,10 +147,10 @@ def covariance_of_rows(draws: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def effective_rank(eigenvalues: torch.Tensor) -> torch.Tensor:
-    """exp(−Σ_i p_i log p_i), p = λ/Σλ: d if all are equal, 1 if all but one are 0; (..., d) -> (...).
+    """Compute exp(−Σ_i p_i log p_i), p = λ/Σλ: d if all are equal, 1 if all but one are 0; (..., d) -> (...).
 
     Args:
-        eigenvalues: not negative, not all 0.
+        eigenvalues: non-negative, not all 0.
     """
     shares = eigenvalues / eigenvalues.sum(-1, keepdim=True)
     return torch.special.entr(shares).sum(-1).exp()

@@ -1,4 +1,4 @@
-"""Errors of low-rank starts beside the accuracy of the runs: rows, their rank correlations and their figure."""
+"""Errors of low-rank initialisations against the accuracy of the runs: rows, rank correlations and figure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from snnk_peft.tasks.metrics import spearmanr
 
 Row = dict[str, Any]
 Point = tuple[float, float]
-# Over which runs a correlation is taken.
+# The runs over which a correlation is taken.
 EVERY, WITHIN, FROM_DENSE = "all runs", "within rank scale and decay", "the same, starts from a dense network alone"
 AXES = ("relative error of the start, mean over layers", "test accuracy, percent")
 
 
 def row_of(report: dict[str, Any], method: str, error: float) -> Row:
-    """What is plotted of a run.
+    """Return the plotted entries of a run.
 
     Returns:
-        among others "decay", whether the factors had Frobenius decay instead of weight decay.
+        Among others "decay", whether the factors had Frobenius decay instead of weight decay.
     """
     part = report["config"]["method"]["low_rank"]
     return {
@@ -36,7 +36,7 @@ def row_of(report: dict[str, Any], method: str, error: float) -> Row:
 
 
 def correlations_of(rows: Sequence[Row]) -> dict[str, dict[str, float] | None]:
-    """Over which runs -> Spearman's correlation of error and score, fields of `Correlation`; None if there is none."""
+    """Return set of runs -> Spearman's correlation of error and score, fields of `Correlation`, or None."""
     places = sorted({(row["rank_scale"], row["decay"]) for row in rows})
 
     def groups(chosen: Sequence[Row]) -> list[list[tuple[float, float]]]:
@@ -52,7 +52,7 @@ def correlations_of(rows: Sequence[Row]) -> dict[str, dict[str, float] | None]:
 
 
 def in_words(correlation: dict[str, float] | None) -> str:
-    """Value, interval and runs."""
+    """Format value, interval and number of runs."""
     if correlation is None:
         return "none, for lack of runs that differ"
     low, high = f"{correlation['low']:+.2f}", f"{correlation['high']:+.2f}"
@@ -60,7 +60,7 @@ def in_words(correlation: dict[str, float] | None) -> str:
 
 
 def panels(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]]]]:
-    """A panel per task and rank scale: initialisation -> (error, accuracy in percent)."""
+    """Return a panel per task and rank scale: initialisation -> (error, accuracy in percent)."""
     made: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in sorted(rows, key=lambda row: (row["task"], row["rank_scale"], row["init"])):
         panel = made.setdefault(f"{row['task']}, rank scale {row['rank_scale']:g}", {})
@@ -72,14 +72,14 @@ def panels(rows: Sequence[Row]) -> dict[str, dict[str, list[tuple[float, float]]
 
 
 class Correlation(NamedTuple):
-    """Spearman's correlation.
+    """Spearman's correlation with its interval.
 
     Attributes:
         value: the mean over groups.
-        low: 2.5 percent of the resamples are below.
-        high: 2.5 percent are above.
-        points: in groups that count.
-        groups: that count.
+        low: 2.5th percentile of the resamples.
+        high: 97.5th percentile of the resamples.
+        points: number of points in the groups used.
+        groups: number of groups used.
     """
 
     value: float
@@ -90,10 +90,10 @@ class Correlation(NamedTuple):
 
 
 def rank_correlation(groups: Sequence[Sequence[Point]], seed: int = 0, resamples: int = 2000) -> Correlation | None:
-    """Spearman's correlation with an interval: a mean over groups inside which things are comparable, or None.
+    """Compute Spearman's correlation with an interval, as a mean over groups of comparable points, or None.
 
-    Each group is resampled on its own, as often as it has points, and the mean over groups taken again (the stratified
-    bootstrap, percentiles). Groups of fewer than three points, or where one side is constant, have no correlation.
+    Each group is resampled with as many points as it has, and the mean over groups is taken again (stratified
+    bootstrap, percentiles). Groups with fewer than three points, or with one side constant, are left out.
     """
     usable = [np.asarray(group, dtype=np.float64) for group in groups if len(group) >= 3]
     usable = [group for group in usable if (np.ptp(group, axis=0) > 0).all()]

@@ -1,15 +1,15 @@
 """The studies of the papers: each is one YAML in recipes/papers/studies, read here into tasks, methods and settings.
 
-    about      what `--help` says
-    program, config, settings, methods     of every task that has none of its own; settings come before a method's
-    tasks      a list, or for each task what it has of its own; `data` names its folders below --data
-    further    tasks that are run only if they are asked for
-    seeds      run unless --seeds says otherwise
-    of         a study whose entries count where this one has none
-    page       the file in recipes/papers/pages, if it is not named like the study
+    about      text of `--help`
+    program, config, settings, methods     defaults of every task; settings come before a method's
+    tasks      a list, or a mapping from tasks to their own entries; `data` names folders below --data
+    further    tasks that are run only on request
+    seeds      default of --seeds
+    of         a study whose entries are used where this one has none
+    page       the file in recipes/papers/pages, if its name is not that of the study
 
-A method is a list of settings. One whose name has <places> stands for all combinations of what `for` says of each: its
-values or, by value, fields for the settings: <place> and <place.field> are replaced.
+A method is a list of settings. One whose name has <places> stands for all combinations of their entries in `for`:
+values or, by value, fields for the settings; <place> and <place.field> are replaced.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from papers.lib.reports import chosen_rates
 PAPERS = Path(__file__).resolve().parents[1]
 RECIPES = PAPERS.parent
 STUDIES = {file.stem: file for file in sorted((PAPERS / "studies").glob("*.yaml"))}
-PRETRAINING = "pretraining"  # the task behind which others start
+PRETRAINING = "pretraining"  # the task that others start from
 Methods = dict[str, list[str]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One experiment.
+    """An experiment.
 
     Args:
-        program: its file.
-        config: its settings file.
-        methods: settings of each method, those of the task included.
+        program: program file.
+        config: settings file.
+        methods: settings of each method, including those of the task.
         data: folder below `--data`; several, for the first image in them; "listops_files", which are written; or None.
     """
 
@@ -52,16 +52,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Study:
-    """What is run, and by which page it is shown.
+    """The runs of a study, and its page.
 
     Args:
-        name: of its file.
+        name: name of its file.
         about: the text of `--help`.
-        tasks: all that may be run.
-        chosen: those that are run unless `--tasks` says otherwise.
-        seeds: likewise.
+        tasks: all tasks that can be run.
+        chosen: default of `--tasks`.
+        seeds: default of `--seeds`.
         page: the file in recipes/papers/pages.
-        draws: how many fresh draws of features each model is scored on, or None.
+        draws: number of fresh draws of features to score each model on, or None.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Study:
 
 
 def load(name: str) -> Study:
-    """A study by its name, a key of `STUDIES`."""
+    """Load a study by its name, a key of `STUDIES`."""
     given = entries(name)
     own = given["tasks"] if isinstance(given["tasks"], dict) else dict.fromkeys(given["tasks"])
     every = {**own, **dict.fromkeys(given.get("further", []))}
@@ -114,7 +114,7 @@ def load(name: str) -> Study:
 
 
 def entries(name: str) -> dict[str, Any]:
-    """What the file of a study says, and where it says nothing, that of the study `of` which it is."""
+    """Read the entries of a study's file, completed with those of the study `of` which it is."""
     given = yaml.safe_load(STUDIES[name].read_text(encoding="utf-8"))  # without torch, for `--help`
     if other := given.pop("of", None):
         known = entries(other)
@@ -127,7 +127,7 @@ def entries(name: str) -> dict[str, Any]:
 
 
 def expanded(methods: Mapping[str, Any]) -> Methods:
-    """Every method by its whole name, with its settings in one list."""
+    """Expand the methods to full names, each with its settings in one list."""
     found: Methods = {}
     for name, given in methods.items():
         if not isinstance(given, dict):
@@ -146,12 +146,12 @@ def expanded(methods: Mapping[str, Any]) -> Methods:
 
 
 def filled(text: str, texts: Mapping[str, str]) -> str:
-    """A text with <places> replaced."""
+    """Replace the <places> in a text."""
     return re.sub(r"<([\w.]+)>", lambda match: texts[match[1]], text)
 
 
 def flat(settings: list[Any]) -> Iterator[str]:
-    """Settings of lists in lists, as aliases in YAML leave them."""
+    """Flatten lists of settings in lists, as aliases in YAML produce them."""
     for each in settings:
         if isinstance(each, list):
             yield from flat(each)
@@ -160,12 +160,12 @@ def flat(settings: list[Any]) -> Iterator[str]:
 
 
 def program_file(name: str) -> Path:
-    """A program of the papers, or else one of recipes/."""
+    """Return a program of the papers, or else one of recipes/."""
     own = PAPERS / "programs" / name
     return own if own.is_file() else RECIPES / name
 
 
 def settings_file(name: str) -> Path:
-    """A settings file of the papers, or else one in recipes/configs."""
+    """Return a settings file of the papers, or else one in recipes/configs."""
     own = PAPERS / "configs" / name
     return own if own.is_file() else RECIPES / "configs" / name

@@ -1,4 +1,4 @@
-"""The runs of a study: its command line, the files of its tasks, and what is run one after another."""
+"""The runs of a study: its command line, the files of its tasks, and their execution one after another."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from snnk_peft.tasks._image_folders import SUFFIXES
 
 SHAPE = argparse.RawDescriptionHelpFormatter
 BOUNDS = {"min_length": 50, "max_length": 250}  # tokens of the short expressions of ListOps
-BEHIND = "finetune."  # settings of the fine-tunings behind a pretraining
+BEHIND = "finetune."  # prefix of settings for the fine-tunings after a pretraining
 
 
 def run(study: Study, argv: list[str]) -> int:
-    """Run what is missing of a study.
+    """Run the unfinished runs of a study.
 
     Returns:
         0 if everything is finished, 1 if something failed, 2 for wrong input, 130 or 143 if stopped (Ctrl-C, SIGTERM),
@@ -47,7 +47,7 @@ def run(study: Study, argv: list[str]) -> int:
             wanted = study.tasks[task].data
             if (found := data_settings(task, wanted, arguments.data, arguments.out)) is not None:
                 settings[task] = found
-        # Seeds outermost: the first pass already fills every cell of the table.
+        # Seeds are the outermost loop: the first pass already fills every cell of the table.
         for seed, task in itertools.product(arguments.seeds, settings):
             methods = [each for each in study.tasks[task].methods if not arguments.methods or each in arguments.methods]
             runs += [Run(task, method, seed) for method in methods]
@@ -64,7 +64,7 @@ def run(study: Study, argv: list[str]) -> int:
 
 
 def run_parser(study: Study) -> argparse.ArgumentParser:
-    """The options that every study has."""
+    """Create a parser with the options that every study has."""
     out, tasks = Path("runs") / study.name, [task for task in study.tasks if task != PRETRAINING]
     methods = dict.fromkeys(method for task in study.tasks.values() for method in task.methods if method)
     parser = argparse.ArgumentParser(
@@ -83,19 +83,19 @@ def run_parser(study: Study) -> argparse.ArgumentParser:
 
 
 def several(text: str) -> int:
-    """A number of draws."""
+    """Parse a number of draws."""
     if (number := int(text)) < 2:
         raise argparse.ArgumentTypeError(f"{number}; expected 2 or more, of which there is a majority")
     return number
 
 
 def stored_runs(arguments: argparse.Namespace) -> frozenset[Run]:
-    """What `--stored` counts as finished."""
+    """Return the runs that `--stored` counts as finished."""
     return frozenset() if arguments.stored is None else frozenset(Run(*each) for each in read_runs(arguments.stored))
 
 
 def read_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and the settings (the parser's `overrides`), which may stand anywhere between them."""
+    """Parse the options, and the settings (the parser's `overrides`), which may be anywhere between them."""
     arguments, rest = parser.parse_known_args(argv)
     # argparse cannot mix options that take lists with positionals; settings are recognised by their "=".
     if misplaced := [text for text in rest if "=" not in text or text.startswith("-")]:
@@ -107,7 +107,7 @@ def read_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[arg
 
 
 def data_settings(task: str, wanted: str | list[str] | None, data: Path | None, out: Path) -> list[str] | None:
-    """The settings that name the files of a task; None, and a note, if they are wanted and absent."""
+    """Return the settings that name the files of a task; None, with a note, if they are needed and missing."""
     if wanted is None:
         return []
     if wanted == "listops_files":
@@ -121,9 +121,9 @@ def data_settings(task: str, wanted: str | list[str] | None, data: Path | None, 
 
 
 def photograph(task: str, folders: Sequence[str], data: Path | None) -> list[str] | None:
-    """The first image by path of the first folder that has one; None if there is none."""
+    """Return the setting for the first image by path in the first folder that has one; None if there is none."""
     for folder in [] if data is None else [data / name for name in folders]:
-        for place, below, names in os.walk(folder):  # which ends at the first one: ImageNet has a million
+        for place, below, names in os.walk(folder):  # stops at the first one: ImageNet has a million
             below.sort()
             for name in sorted(names):
                 if name.lower().rpartition(".")[2] in SUFFIXES:
@@ -133,7 +133,7 @@ def photograph(task: str, folders: Sequence[str], data: Path | None) -> list[str
 
 
 def short_listops(out: Path) -> str:
-    """The setting data.dir of their folder below `out`, which is made if absent, with the same expressions always."""
+    """Return the setting data.dir of a folder below `out`, created if missing, always with the same expressions."""
     folder = out / "listops_files"
     if not folder.is_dir():
         low, high = BOUNDS.values()
@@ -147,7 +147,7 @@ def short_listops(out: Path) -> str:
 
 
 def run_behind(study: Study, argv: list[str]) -> int:
-    """Run what is missing; exit codes as of `study.run`."""
+    """Run the unfinished pretrainings and fine-tunings; exit codes as in `run`."""
     parser = run_parser(study)
     parser.add_argument("--data", type=Path, required=True, help="folder of glue and of the text")
     parser.add_argument("--text", choices=TEXTS, help="default: imdb where --data has it, or else stdlib_docs")
@@ -164,7 +164,7 @@ def run_behind(study: Study, argv: list[str]) -> int:
 
 
 def every(study: Study, arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    """A pretraining and what is fine-tuned from it, one method after the other; stops where a run was asked to."""
+    """Run the pretraining and the fine-tunings of one method after the other; stops where a run was stopped."""
     data, out, first = arguments.data, arguments.out, study.tasks[PRETRAINING]
     text = arguments.text or ("imdb" if (data / "imdb").is_dir() else "stdlib_docs")
     of_text = [f"task={text}", *([f"data.dir={data / text}"] if (data / text).is_dir() else [])]
@@ -186,7 +186,7 @@ def every(study: Study, arguments: argparse.Namespace, given: Sequence[str]) -> 
         before_it = [Run(PRETRAINING, method, seed) for seed in arguments.pretraining_seeds]
         behind_it = [Run(task, method, seed) for seed in arguments.seeds for task in arguments.tasks]
         grid = Sweep(finetune, out, stored)
-        # A stored report of a pretraining is no model to go on from.
+        # A stored report of a pretraining is not a model to start from.
         kept = stored if all(map(grid.finished, behind_it)) else frozenset()
         code = sweep(Sweep(pretrain, out, kept), before_it)
         if code == 0:

@@ -14,13 +14,13 @@ from typing import NamedTuple
 
 from snnk_cli.files import read_json, write_json, writing
 
-# Exit codes of a run that was asked to stop: it saved itself, or had not got as far as that.
+# Exit codes of a run that was asked to stop: it saved itself, or had not started yet.
 STOPPED = {143: 143, 130: 130, -signal.SIGTERM: 143, -signal.SIGINT: 130}
-FAILED_THEN_STOPPED = 3  # of a sweep: who started it must not take it for one that was only stopped
+FAILED_THEN_STOPPED = 3  # of a sweep: must not be mistaken for one that was only stopped
 
 
 class Run(NamedTuple):
-    """One point of the grid."""
+    """A point of the grid."""
 
     task: str
     method: str
@@ -28,18 +28,18 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Folder below OUT."""
+        """The folder below OUT."""
         return f"{self.task}/{self.method}/seed{self.seed}"
 
 
 class Sweep(NamedTuple):
-    """What is swept.
+    """A grid of runs.
 
     Args:
         command: program, settings file and settings of a run, without its folder.
         out: folder of all runs.
         stored: further runs that count as finished.
-        draws: how many fresh draws of features each model is then scored on, or None.
+        draws: number of fresh draws of features to score each model on, or None.
     """
 
     command: Callable[[Run], list[str]]
@@ -48,7 +48,7 @@ class Sweep(NamedTuple):
     draws: int | None = None
 
     def left(self, run: Run) -> Iterator[list[str]]:
-        """The commands of a run that are still to be executed; read one after the other."""
+        """Yield the commands of a run that remain to be executed, to be consumed one by one."""
         folder = self.out / run.name
         if run in self.stored:
             return
@@ -64,13 +64,13 @@ class Sweep(NamedTuple):
 
 
 def drawn(run: Path) -> int:
-    """How many fresh draws of a run were scored."""
+    """Return how many fresh draws of a run were scored."""
     file = run / "evaluation.json"
     return read_json(file).get("draws", {}).get("number", 0) if file.is_file() else 0
 
 
 def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
-    """Run all that is not finished; returns 1 if something failed, 130 or 143 if it was stopped, 3 if both."""
+    """Run all unfinished runs; returns 1 if something failed, 130 or 143 if it was stopped, 3 if both."""
     with writing(grid.out):
         grid.out.mkdir(parents=True, exist_ok=True)
     record = grid.out / "seconds.json"
@@ -106,7 +106,7 @@ def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words."""
+    """Describe how a process ended."""
     if code == -signal.SIGKILL:
         return "killed, as systems do when memory is short"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -134,7 +134,7 @@ def execute(command: list[str]) -> tuple[int, int | None]:
 
 
 def time_left(pending: Sequence[Run], seconds: Mapping[str, float]) -> str:
-    """An estimate from finished runs of the same task and method, or else of the same task."""
+    """Estimate the remaining time from finished runs of the same task and method, or else of the same task."""
     total, unknown = 0.0, 0
     for run in pending:
         same = [value for name, value in seconds.items() if name.startswith(f"{run.task}/{run.method}/")]

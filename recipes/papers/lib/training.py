@@ -1,4 +1,4 @@
-"""What the trainings of the papers share: the name of the method, and a schedule by what their settings count in."""
+"""Base class of the papers' trainings: the name of the method, and a schedule in the units of their settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Training(Experiment[Config]):
         return str(self.config.method.label())
 
     def schedule(self, per_epoch: int) -> Schedule:
-        """Whole epochs; optimizer steps or processor time, whichever ends first; or optimizer steps alone."""
+        """Return a schedule of epochs, of optimizer steps or CPU time (whichever ends first), or of steps alone."""
         train = self.config.train
         if hasattr(train, "epochs"):
             return of_epochs(train, per_epoch)

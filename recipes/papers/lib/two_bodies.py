@@ -1,4 +1,4 @@
-"""Two particles on a line, bound to the origin and to each other by springs: a quantum system that is solved exactly.
+"""Two particles on a line, bound to the origin and to each other by springs: an exactly solvable quantum system.
 
     H = −½ ∂₁² − ½ ∂₂² + V,     V(x) = ½ ω² (x₁² + x₂²) + ½ k (x₁ − x₂)²
 
@@ -25,7 +25,7 @@ from snnk_cli.data import ExampleSet
 
 @dataclass(frozen=True)
 class TwoBodies:
-    """The system.
+    """The quantum system.
 
     Args:
         frequency: ω > 0.
@@ -40,16 +40,16 @@ class TwoBodies:
         return math.sqrt(self.frequency**2 + 2 * self.spring)
 
     def potential(self, x: torch.Tensor) -> torch.Tensor:
-        """V, (n,)."""
+        """Compute V, (n,)."""
         return self.frequency**2 * x.square().sum(-1) / 2 + self.spring * (x[..., 0] - x[..., 1]).square() / 2
 
     def log_psi(self, x: torch.Tensor) -> torch.Tensor:
-        """ln ψ of the ground state, (n,), without its constant."""
+        """Compute ln ψ of the ground state, (n,), up to a constant."""
         centre, apart = (x[..., 0] + x[..., 1]).square() / 2, (x[..., 0] - x[..., 1]).square() / 2
         return -(self.frequency * centre + self.inner * apart) / 2
 
     def kinetic(self, x: torch.Tensor) -> torch.Tensor:
-        """−½ (∇²ψ)/ψ, (n,), by automatic differentiation of ln ψ."""
+        """Compute −½ (∇²ψ)/ψ, (n,), by automatic differentiation of ln ψ."""
         with torch.enable_grad():
             x = x.detach().clone().requires_grad_()
             (slope,) = torch.autograd.grad(self.log_psi(x).sum(), x, create_graph=True)
@@ -57,20 +57,20 @@ class TwoBodies:
         return (-(bend + slope.square().sum(-1)) / 2).detach()
 
     def energies(self, count: int) -> list[float]:
-        """The lowest ones, exactly."""
+        """Return the lowest energies, exactly."""
         return [self.energy(*state) for state in self.states(count)]
 
     def energy(self, n: int, m: int) -> float:
-        """Of the state with n quanta in R and m in r."""
+        """Return the energy of the state with n quanta in R and m in r."""
         return self.frequency * (n + 0.5) + self.inner * (m + 0.5)
 
     def states(self, count: int) -> list[tuple[int, int]]:
-        """(n, m) of the lowest energies, in their order."""
+        """Return (n, m) of the lowest energies, in order."""
         grid = [(n, m) for n in range(count) for m in range(count)]
         return sorted(grid, key=lambda state: self.energy(*state))[:count]
 
     def wave_function(self, x: torch.Tensor, n: int, m: int) -> torch.Tensor:
-        """ψ_nm, (...,) for x (..., 2), with ∫ψ² = 1: Hermite functions of √ω R and √Ω r."""
+        """Compute ψ_nm, (...,) for x (..., 2), with ∫ψ² = 1: Hermite functions of √ω R and √Ω r."""
         first, second = x.unbind(-1)
         centre, apart = (first + second) / 2**0.5, (first - second) / 2**0.5
         along, across = (
@@ -81,7 +81,7 @@ class TwoBodies:
 
 
 def hermite_function(z: torch.Tensor, order: int) -> torch.Tensor:
-    """h_n(z), h_0 = π^−¼ e^{−z²/2},  √(n + 1) h_{n+1} = √2 z h_n − √n h_{n−1}; orthonormal on the line."""
+    """Compute h_n(z), h_0 = π^−¼ e^{−z²/2},  √(n + 1) h_{n+1} = √2 z h_n − √n h_{n−1}; orthonormal on the line."""
     before, now = torch.zeros_like(z), math.pi**-0.25 * torch.exp(-z.square() / 2)
     for n in range(order):
         before, now = now, (2**0.5 * z * now - n**0.5 * before) / (n + 1) ** 0.5
@@ -91,13 +91,13 @@ def hermite_function(z: torch.Tensor, order: int) -> torch.Tensor:
 def energies_in(
     potential: Callable[[torch.Tensor], torch.Tensor], count: int, reach: float, points: int = 36
 ) -> list[float]:
-    """The lowest energies of two particles in any potential.
+    """Compute the lowest energies of two particles in any potential.
 
     Args:
         potential: (n, 2) -> (n,).
-        count: how many.
+        count: number of energies.
         reach: the basis covers [−reach, reach]².
-        points: per coordinate.
+        points: points per coordinate.
     """
     return [float(value) for value in torch.linalg.eigvalsh(hamiltonian(potential, reach, points)[1])[:count]]
 
@@ -105,7 +105,7 @@ def energies_in(
 def states_in(
     potential: Callable[[torch.Tensor], torch.Tensor], count: int, reach: float, points: int = 36
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The lowest energies (count,), the points (points, points, 2), and wave functions there (count, points, points).
+    """Return the lowest energies (count,), points (points, points, 2), and wave functions (count, points, points).
 
     These have ∫ψ² = 1, as the sum over the points times the area of each; their signs are arbitrary. Arguments as in
     `energies_in`.
@@ -119,7 +119,7 @@ def states_in(
 def hamiltonian(
     potential: Callable[[torch.Tensor], torch.Tensor], reach: float, points: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The points (points², 2), and H (points², points²) in a basis of sinc functions there (Colbert & Miller 1992).
+    """Return the points (points², 2), and H (points², points²) in a basis of sinc functions (Colbert & Miller 1992).
 
     Arguments as in `energies_in`.
     """
@@ -137,10 +137,10 @@ class LocalEnergies(ExampleSet):
     """Points in [−reach, reach]² with the kinetic part of the local energy.
 
     Args:
-        system: whose ground state is known.
-        count: points.
-        reach: of the square.
-        seed: of the points.
+        system: system with a known ground state.
+        count: number of points.
+        reach: half side of the square.
+        seed: seed of the points.
     """
 
     def __init__(self, system: TwoBodies, count: int, reach: float, seed: int):
@@ -150,7 +150,7 @@ class LocalEnergies(ExampleSet):
         self.lengths = [1] * count
 
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        """coordinates (batch, 2) and kinetic (batch,), fp32."""
+        """Return coordinates (batch, 2) and kinetic (batch,), fp32."""
         chosen = list(indices)
         return {
             "coordinates": self.points[chosen].float().to(device),

@@ -1,4 +1,4 @@
-"""Claims of papers, what the stored runs say of them, and the verdict by one rule for all.
+"""Claims of papers, the results of the stored runs, and verdicts by one rule for all.
 
 A comparison is a list of differences, one per seed. Its interval is mean ± t SE, t the 97.5 % point of Student's
 distribution with n − 1 degrees of freedom: wide for three seeds, as it should be.
@@ -23,14 +23,14 @@ VERDICTS = (HOLDS, DIRECTION, FAILS, UNTESTED)
 
 
 class NotMeasuredError(Exception):
-    """A report that a claim needs is not stored yet."""
+    """A report that a claim needs has not been stored yet."""
 
 
 class Measured(NamedTuple):
-    """Our side of a claim.
+    """Our result for a claim.
 
     Attributes:
-        ours: figures, as they are printed.
+        ours: figures, formatted.
         verdict: one of `VERDICTS`.
     """
 
@@ -42,13 +42,13 @@ class Claim(NamedTuple):
     """A row of the page.
 
     Attributes:
-        where: in the paper.
-        claim: in a sentence.
+        where: place in the paper.
+        claim: the claim in a sentence.
         printed: the paper's figures.
-        measure: our side of it, from what is stored; raises `NotMeasuredError`.
-        scale: of ours.
+        measure: returns our result from the stored reports; raises `NotMeasuredError`.
+        scale: scale of our experiment.
         page: file or folder with the details, from the root of the repository.
-        command: that measures it, without `python recipes/`.
+        command: command that measures it, without `python recipes/`.
     """
 
     where: str
@@ -61,10 +61,10 @@ class Claim(NamedTuple):
 
 
 class Store:
-    """The stored reports of a repository; those of a study are read once.
+    """The stored reports of a repository, read once per study.
 
     Args:
-        root: of the repository.
+        root: root of the repository.
     """
 
     def __init__(self, root: Path) -> None:
@@ -72,18 +72,18 @@ class Store:
         self._read_already: dict[str, dict[Run, dict[str, Any]]] = {}
 
     def figures(self, name: str) -> Any:
-        """A metrics.json.
+        """Return the content of a metrics.json.
 
         Args:
-            name: its folder below recipes/, such as `papers/programs/results/pointwise`.
+            name: folder below recipes/, such as `papers/programs/results/pointwise`.
         """
         return self._read(self.root / "recipes" / name / "metrics.json")
 
     def on_gpu(self, step: str) -> tuple[str, Any]:
-        """Name of the card and the figures of a step of `make gpu`; raises `NotMeasuredError` where it has none.
+        """Return the GPU's name and the figures of a step of `make gpu`; raises `NotMeasuredError` if there are none.
 
         Args:
-            step: of recipes/gpu.py.
+            step: step of recipes/gpu.py.
         """
         report = self.figures("benchmarks/results/gpu")
         found = next((entry for entry in report["steps"] if entry["step"] == step and "figures" in entry), None)
@@ -92,14 +92,14 @@ class Store:
         return report["card"]["name"], found["figures"]
 
     def reports(self, page: str, task: str, method: str) -> dict[int, dict[str, Any]]:
-        """seed -> report of a sweep's runs, at least one."""
+        """Return seed -> report of a sweep's runs, at least one."""
         found = {seed: report for (*place, seed), report in self._runs(page).items() if place == [task, method]}
         if not found:
             raise NotMeasuredError(f"model_cards/{page}/{task}/{method}")
         return found
 
     def methods(self, page: str, task: str) -> list[str]:
-        """Names of all methods with reports."""
+        """Return the names of all methods with reports."""
         return sorted({method for of, method, _ in self._runs(page) if of == task})
 
     def _runs(self, page: str) -> dict[Run, dict[str, Any]]:
@@ -108,13 +108,13 @@ class Store:
         return self._read_already[page]
 
     def values(self, page: str, task: str, method: str, key: str, factor: float = 1.0) -> dict[int, float]:
-        """seed -> a figure of its report, times `factor`; a point in `key` leads into a dictionary."""
+        """Return seed -> a figure of its report, times `factor`; a dot in `key` leads into a dictionary."""
         return {seed: factor * _at(report, key) for seed, report in self.reports(page, task, method).items()}
 
     def differences(
         self, page: str, task: str, first: str, second: str, key: str, factor: float = 1.0
     ) -> dict[int, float]:
-        """seed -> figure of the first method minus that of the second, of seeds that both ran."""
+        """Return seed -> figure of the first method minus that of the second, for seeds that both have."""
         one, other = self.values(page, task, first, key, factor), self.values(page, task, second, key, factor)
         found = {seed: one[seed] - other[seed] for seed in one if seed in other}
         if not found:
@@ -124,7 +124,7 @@ class Store:
     def mean_differences(
         self, page: str, tasks: Iterable[str], first: str, second: str, key: str = "score", factor: float = 100.0
     ) -> list[float]:
-        """The mean over tasks of `differences`, of every seed that all tasks have."""
+        """Return the mean over tasks of `differences`, for every seed that all tasks have."""
         by_task = [self.differences(page, task, first, second, key, factor) for task in tasks]
         seeds = sorted(set.intersection(*map(set, by_task))) if by_task else []
         if not seeds:
@@ -146,7 +146,7 @@ def _at(report: dict[str, Any], key: str) -> float:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Mean and the ends of its 95 % interval; infinite ends for a single value."""
+    """Return the mean and the ends of its 95 % interval; infinite ends for a single value."""
     mean, error = mean_and_error(values)
     if len(values) < 2:
         return mean, -math.inf, math.inf
@@ -156,7 +156,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def in_words(values: Sequence[float], unit: str = "", form: str = "+.1f") -> str:
-    """Mean, interval and number of values."""
+    """Format mean, interval and number of values."""
     mean, low, high = interval(values)
     unit = f" {unit}" if unit else ""
     if len(values) < 2:
@@ -165,10 +165,10 @@ def in_words(values: Sequence[float], unit: str = "", form: str = "+.1f") -> str
 
 
 def gain(values: Iterable[float], least: float = 0.0, unit: str = "points", form: str = "+.1f") -> Measured:
-    """The claim that differences are above 0, and `least` on average where the paper prints so much.
+    """Judge the claim that differences are above 0, and on average at least `least`, where the paper prints that.
 
-    Holds: the whole interval is above 0 and the mean at least `least`. In direction: it is above 0 and the mean
-    smaller. Does not hold: the whole interval is at 0 or below. Else the seeds cannot tell.
+    Holds: the whole interval is above 0 and the mean at least `least`. In direction: the interval is above 0 and the
+    mean smaller. Does not hold: the whole interval is at 0 or below. Otherwise the seeds do not decide.
     """
     values = list(values)
     mean, low, high = interval(values)
@@ -180,9 +180,9 @@ def gain(values: Iterable[float], least: float = 0.0, unit: str = "points", form
 
 
 def as_good(values: Iterable[float], margin: float, unit: str = "points", form: str = "+.1f") -> Measured:
-    """The claim that differences are not below −`margin`.
+    """Judge the claim that differences are not below −`margin`.
 
-    Holds: the whole interval is above −`margin`. Does not hold: it is below. Else the seeds cannot tell.
+    Holds: the whole interval is above −`margin`. Does not hold: it is below. Otherwise the seeds do not decide.
     """
     values = list(values)
     _, low, high = interval(values)
@@ -191,7 +191,7 @@ def as_good(values: Iterable[float], margin: float, unit: str = "points", form: 
 
 
 def unchanged(values: Iterable[float], margin: float, unit: str = "%", form: str = "+.0f") -> Measured:
-    """The claim that differences are within ±`margin`: holds, if their interval is; does not, if it is outside."""
+    """Judge the claim that differences are within ±`margin`: holds if their interval is; does not if it is outside."""
     values = list(values)
     _, low, high = interval(values)
     inside, outside = -margin < low and high < margin, low > margin or high < -margin
@@ -203,12 +203,12 @@ UNDECIDED = "; the seeds do not decide"
 
 
 def ratio(value: float, printed: float, unit: str) -> Measured:
-    """The claim that something is `printed` percent less than another thing, of which it is `value` percent less."""
+    """Judge the claim of a reduction by `printed` percent, where `value` percent was measured."""
     verdict = HOLDS if value >= printed else DIRECTION if value > 0 else FAILS
     return Measured(f"{abs(value):.1f} % {'less' if value > 0 else 'more'} {unit}", verdict)
 
 
 def all_of(*parts: Measured) -> Measured:
-    """Several figures under one claim: the least favourable verdict; undecided ones count where no other fails."""
+    """Combine figures under one claim with the least favourable verdict; undecided ones count where no other fails."""
     order = [HOLDS, DIRECTION, UNTESTED, FAILS]
     return Measured("; ".join(part.ours for part in parts), max((part.verdict for part in parts), key=order.index))

@@ -14,7 +14,7 @@ from snnk_peft.errors import ConfigError
 
 
 def read_tensors(file: str | Path, expected: str) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file; a ConfigError says that `expected` is what should be there."""
+    """Read the tensors of a safetensors file; a ConfigError says what was `expected`."""
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
@@ -22,10 +22,10 @@ def read_tensors(file: str | Path, expected: str) -> dict[str, torch.Tensor]:
 
 
 def fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy all tensors, which must be those of the model.
+    """Copy all tensors into the model, whose names and shapes they must have.
 
     Raises:
-        ConfigError: missing or unknown names, or other shapes; `source` is where they are from.
+        ConfigError: names are missing or unknown, or shapes differ; `source` names the origin of the tensors.
     """
     wanted = model.state_dict()
     # Counters of batches seen are not always published; nothing depends on them.

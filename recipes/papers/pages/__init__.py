@@ -1,1 +1,1 @@
-"""How each study is shown: `page` renders its stored reports, and draws the figures beside them."""
+"""Pages of the studies: `page` renders the stored reports of a study, and draws the figures beside them."""

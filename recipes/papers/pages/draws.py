@@ -14,7 +14,7 @@ BESIDE = "evaluation"  # the second report of each run
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """The page, and the names of the figures that are drawn beside it."""
+    """Return the page, and the names of the figures drawn beside it."""
     points = {
         task: {name: [point for report in cell for point in voted(report)] for name, cell in row.items()}
         for task, row in table.items()
@@ -25,18 +25,18 @@ def page(table: Table, out: Path) -> tuple[str, list[str]]:
 
 
 def figures(report: dict[str, Any]) -> dict[str, Any]:
-    """What its draws came to (`lib/draws.py`), on the only split that is scored."""
+    """Return the figures of a report's draws (`lib/draws.py`), on the only split that is scored."""
     (found,) = report["evaluation"]["draws"]["splits"].values()
     return dict(found)
 
 
 def voted(report: dict[str, Any]) -> list[tuple[float, float]]:
-    """(accuracy of a draw, accuracy of the vote of all), for every draw."""
+    """Return (accuracy of a draw, accuracy of the vote of all) for every draw."""
     return [(score, figures(report)["voting_accuracy"]) for score in report["evaluation"]["draws"]["scores"]]
 
 
 def render(table: Table) -> str:
-    """The page: a table per task."""
+    """Render the page, with a table per task."""
     lines = [
         "# Fresh draws of learned mixtures",
         "",
@@ -61,13 +61,13 @@ def render(table: Table) -> str:
 
 
 def cells(cell: list[dict[str, Any]]) -> list[str]:
-    """Of the models of one method."""
+    """Return the cells of the models of one method."""
     drawn = [figures(report) for report in cell]
 
     def percent(values: list[float]) -> str:
         return mean_in_words([100 * value for value in values])
 
-    # None where no draw of a model is ever right.
+    # None if no draw of a model is ever right.
     gains = [each["voting_gain"] for each in drawn if each["voting_gain"] is not None]
     return [
         f"{percent([report['evaluation']['score'] for report in cell])} ({len(cell)})",
@@ -81,7 +81,7 @@ def cells(cell: list[dict[str, Any]]) -> list[str]:
 
 
 def about(row: dict[str, list[dict[str, Any]]]) -> str:
-    """The settings that all runs of a task share, or a warning."""
+    """Return the settings that all runs of a task share, or a warning."""
     found = sorted(
         {
             f"{report['longest_sequence']} pairs, at most {report['config']['train']['steps']:,} steps of "

@@ -11,7 +11,7 @@ from snnk_cli.tables import grid, mean_in_words, spread, standard_error
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """The page, and the names of the figures that are drawn beside it."""
+    """Return the page, and the names of the figures drawn beside it."""
     bars = {
         task: {name: standard_error(cell, "accuracy") for name, cell in in_order(row)} for task, row in table.items()
     }
@@ -20,7 +20,7 @@ def page(table: Table, out: Path) -> tuple[str, list[str]]:
 
 
 def fields(report: dict[str, Any]) -> tuple[int, int]:
-    """Width of the near field and number of maps; (0, 0) for softmax."""
+    """Return the width of the near field and the number of maps; (0, 0) for softmax."""
     attention = report["config"]["method"]["attention"]
     if isinstance(attention, str):
         return 0, 0
@@ -28,12 +28,12 @@ def fields(report: dict[str, Any]) -> tuple[int, int]:
 
 
 def in_order(row: dict[str, list[dict[str, Any]]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Methods by near field and rank, softmax first."""
+    """Sort methods by near field and rank, softmax first."""
     return sorted(row.items(), key=lambda item: fields(item[1][0]))
 
 
 def render(table: Table) -> str:
-    """The page: one table per task."""
+    """Render the page, with one table per task."""
     lines = [
         "# FMMformer beside softmax and linear attention",
         "",
@@ -55,7 +55,7 @@ def render(table: Table) -> str:
 
 
 def about_copying(row: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """What the task is, and that all methods take the same steps, if they do."""
+    """Describe the task, and say that all methods take the same steps, if they do."""
     reports = [report for cell in row.values() for report in cell]
     first = reports[0]
     data, model = first["config"]["data"], first["config"]["model"]
@@ -73,7 +73,7 @@ def about_copying(row: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def same_steps(reports: list[dict[str, Any]]) -> str:
-    """Equal steps, or a warning."""
+    """Say that the steps are equal, or warn that they are not."""
     steps = sorted({report["steps"] for report in reports})
     if len(steps) == 1:
         return f"All methods have equal steps, {steps[0]:,}"
@@ -81,7 +81,7 @@ def same_steps(reports: list[dict[str, Any]]) -> str:
 
 
 def about_listops(row: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Which expressions, and that all methods have the same processor time, if they have."""
+    """Describe the expressions, and say that all methods have the same CPU time, if they do."""
     reports = [report for cell in row.values() for report in cell]
     longest = max(report["longest_sequence"] for report in reports)
     budgets = sorted({f"{report['config']['train']['max_cpu_minutes']:g}" for report in reports})
@@ -95,7 +95,7 @@ def about_listops(row: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def line(name: str, cell: list[dict[str, Any]], copying: bool) -> list[str]:
-    """One method."""
+    """Return the cells of one method."""
     (near, rank), shares = fields(cell[0]), ["accuracy", *(["whole_sequences"] if copying else [])]
     before, after = (spread(cell, key)[0] / 1e6 for key in ("peak_memory_bytes_before_training", "peak_memory_bytes"))
     return [

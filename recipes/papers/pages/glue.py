@@ -16,14 +16,14 @@ from snnk_cli.plots import score_rows
 from snnk_cli.tables import grid, spread
 
 ROOT = Path(__file__).resolve().parents[3]
-# What a model that gives every example the same answer scores on the official dev sets: the most frequent class
-# (RTE 146 of 277, MRPC 279 of 408 with its F1, SST-2 444 of 872), or a correlation of 0.
+# Scores of a constant answer on the official dev sets: the most frequent class (RTE 146 of 277, MRPC 279 of 408 with
+# its F1, SST-2 444 of 872), or a correlation of 0.
 CONSTANT = {"rte": 0.5271, "mrpc": 0.7480, "stsb": 0.0, "cola": 0.0, "sst2": 0.5092}
-# A run that has gone at most this part of the way from there to the best run of its task has stayed on the plateau.
+# A run is on the plateau if it covered at most this share of the way from there to the best run of its task.
 NEAR = 0.25
-# What the others are compared to.
+# The baseline that the others are compared to.
 PEER = "lora_r8"
-# The methods of the study glue and of recipes/papers/peers, in words, in the order of the table.
+# Descriptions of the methods of the study glue and of recipes/papers/peers, in the order of the table.
 NAMES = {
     "rows7_query_value_norms": "learned rows beside queries and values, and norms",
     "rows7_informed_norms": "learned rows that one labelled pass made, and norms",
@@ -61,17 +61,17 @@ FURTHER = {"rates": (ROOT / "runs/glue_rates", "folder of the study glue_rates")
 
 
 def store(out: Path, rates: Path) -> None:
-    """Keep the reports of the learning rates that were tried."""
+    """Store the reports of the learning rates that were tried."""
     collect(rates, tuned(out))
 
 
 def tuned(out: Path) -> Path:
-    """The study of the rates whose page is this one."""
+    """Return the study of the rates whose page is this one."""
     return Path(f"{out.resolve()}_rates")
 
 
 def page(table: Table, out: Path, rates: Path) -> tuple[str, list[str]]:
-    """The page, and the names of the figures that are drawn beside it."""
+    """Return the page, and the names of the figures drawn beside it."""
     table = in_order(table)
     scores = {
         task: {method: spread(reports, "score") for method, reports in row.items()} for task, row in table.items()
@@ -81,13 +81,13 @@ def page(table: Table, out: Path, rates: Path) -> tuple[str, list[str]]:
 
 
 def in_order(table: Table) -> Table:
-    """Tasks and methods in a fixed order."""
+    """Return tasks and methods in a fixed order."""
     tasks = sorted(table, key=lambda task: max(r["examples"]["train"] for rs in table[task].values() for r in rs))
     return {task: {method: table[task][method] for method in sorted(table[task], key=rank)} for task in tasks}
 
 
 def on_plateau(task: str, score: float, row: Mapping[str, list[dict[str, Any]]]) -> bool:
-    """Whether a run has stayed where it began, at the score of a constant answer or near it."""
+    """Return whether a run stayed at or near the score of a constant answer."""
     if task not in CONSTANT:
         return False
     best = max(report["score"] for cell in row.values() for report in cell)
@@ -95,7 +95,7 @@ def on_plateau(task: str, score: float, row: Mapping[str, list[dict[str, Any]]])
 
 
 def seeds(table: Table) -> list[list[str]]:
-    """A row per method and task that ran: the score of every seed, "*" behind those on the plateau."""
+    """Return a row per method and task: the score of every seed, "*" after those on the plateau."""
     rows = []
     for method in sorted({method for row in table.values() for method in row}, key=rank):
         cells = []
@@ -108,13 +108,13 @@ def seeds(table: Table) -> list[list[str]]:
 
 
 def rank(method: str) -> tuple[int, str]:
-    """Known methods first, in the order of NAMES."""
+    """Return a sort key: known methods first, in the order of NAMES."""
     names = list(NAMES)
     return (names.index(method) if method in NAMES else len(names), method)
 
 
 def differences(table: Table) -> list[list[str]]:
-    """A row per method beside LoRA: the mean of the differences to LoRA with the same seed, ± standard error."""
+    """Return a row per method other than LoRA: mean difference to LoRA with the same seed, ± standard error."""
     rows = []
     for method in sorted({method for row in table.values() for method in row} - {PEER}, key=rank):
         pairs = [_pairs(row, method) for row in table.values()]
@@ -126,13 +126,13 @@ def differences(table: Table) -> list[list[str]]:
 
 
 def _pairs(row: Mapping[str, list[dict[str, Any]]], method: str) -> list[float]:
-    """Score minus LoRA's, of all seeds that both have."""
+    """Return score minus LoRA's, for all seeds that both have."""
     mine, peer = ({report["seed"]: report["score"] for report in row.get(name, [])} for name in (method, PEER))
     return [mine[seed] - peer[seed] for seed in sorted(mine.keys() & peer.keys())]
 
 
 def with_error(values: list[float], form: str = ".1f") -> str:
-    """Mean ± standard error (number) of `values`, in percent."""
+    """Format mean ± standard error (number) of `values`, in percent."""
     mean = format(100 * statistics.mean(values), form)
     if len(values) == 1:
         return mean
@@ -140,7 +140,7 @@ def with_error(values: list[float], form: str = ".1f") -> str:
 
 
 def tuning(tried: Rates) -> list[list[str]]:
-    """A row per method: its rates with the mean scores on held-back rows, the best in bold."""
+    """Return a row per method: its rates with the mean scores on held-back rows, the best in bold."""
     rows = []
     for method in sorted(tried, key=rank):
         means = {rate: statistics.mean(scores.values()) for rate, scores in sorted(tried[method].items())}
@@ -152,7 +152,7 @@ def tuning(tried: Rates) -> list[list[str]]:
 
 
 def render(table: Table, tried: Rates) -> str:
-    """The Markdown page."""
+    """Render the Markdown page."""
     tasks = list(table)
     methods = sorted({method for row in table.values() for method in row}, key=rank)
     reports = [report for row in table.values() for cell in row.values() for report in cell]
@@ -162,7 +162,7 @@ def render(table: Table, tried: Rates) -> str:
         found = table[task].get(method)
         return with_error([report["score"] for report in found]) if found else "–"
 
-    # An average over different tasks would compare nothing: only methods that ran all.
+    # Averages over different tasks are not comparable: only methods that ran all tasks have one.
     def average(method: str) -> str:
         if any(method not in row for row in table.values()):
             return "–"

@@ -9,7 +9,7 @@ from papers.lib.reports import Table
 from papers.lib.study import PRETRAINING
 from snnk_cli.tables import grid, mean_in_words, spread
 
-# Task -> the metrics that the paper prints of it, as they are called here.
+# Task -> the metrics that the paper prints for it, by their names here.
 METRICS = {"mrpc": ("accuracy", "f1"), "rte": ("accuracy",), "cola": ("matthews_correlation",)}
 METRICS["stsb"] = ("pearson", "spearmanr")
 # Learning the Transformer Kernel, Table 3: MRPC, RTE, CoLA (STS-B is not in it).
@@ -25,12 +25,12 @@ PAPER = {
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """The page, and the names of the figures that are drawn beside it."""
+    """Return the page, and the names of the figures drawn beside it."""
     return render(table), []
 
 
 def render(table: Table) -> str:
-    """The page: what was pretrained, and what was fine-tuned from it."""
+    """Render the page: the pretrainings, and the fine-tunings from them."""
     before = table.get(PRETRAINING, {})
     tasks = [task for task in METRICS if task in table]
     lines = [
@@ -82,7 +82,7 @@ def render(table: Table) -> str:
 
 
 def described(row: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """What the pretrainings read, and for how long; differences are said."""
+    """Describe the text and length of the pretrainings; warn if they differ."""
     found = set()
     for report in (report for reports in row.values() for report in reports):
         config, budget = report["config"], report["config"]["train"]["max_cpu_minutes"]
@@ -98,7 +98,7 @@ def described(row: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def with_error(reports: list[dict[str, Any]], key: str, factor: float = 100.0, form: str = ".1f") -> str:
-    """Mean and, of several seeds, standard error, in percent unless `factor` says otherwise."""
+    """Format the mean and, for several seeds, the standard error, in percent unless `factor` says otherwise."""
     return mean_in_words([factor * report[key] for report in reports], form)
 
 

@@ -1,7 +1,7 @@
 """The page of low-rank training.
 
-Errors of the starts are in the lines or, for older ones, in what programs/low_rank_errors.py found; without either, the
-page has none.
+Initialisation errors come from the lines or, for older ones, from programs/low_rank_errors.py; without either, the page
+has none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FURTHER = {"errors": (ERRORS, "metrics.json of programs/low_rank_errors.py")}
 
 
 def page(table: Table, out: Path, errors: Path = ERRORS) -> tuple[str, list[str]]:
-    """The page, and the names of the figures that are drawn beside it."""
+    """Return the page, and the names of the figures drawn beside it."""
     starts = {task: with_errors(row, errors) for task, row in table.items()}
     for task, row in table.items():
         if starts[task]:
@@ -44,13 +44,13 @@ def page(table: Table, out: Path, errors: Path = ERRORS) -> tuple[str, list[str]
                 if init != DENSE:
                     panels.setdefault(decay, {}).setdefault(init, []).append((scale, *error(reports)))
         level = error(row[DENSE]) if DENSE in row else None
-        panels = panels or {"": {}}  # the dense network alone
+        panels = panels or {"": {}}  # only the dense network
         score_panels(panels, out / f"{task}.png", f"{task}, trained from scratch", "rank scale", "test accuracy", level)
     return render(table, starts), [f"{task}.png" for task in table]
 
 
 def with_errors(row: dict[str, list[Report]], file: Path) -> list[dict[str, Any]]:
-    """Rows of `papers/lib/start_errors.py`: the runs of a task whose starts have a known error."""
+    """Return rows of `papers/lib/start_errors.py`: the runs of a task with a known initialisation error."""
     known = {}
     if file.is_file():
         known = {(each["task"], each["method"], each["seed"]): each["error"] for each in read_json(file)["rows"]}
@@ -64,7 +64,7 @@ def with_errors(row: dict[str, list[Report]], file: Path) -> list[dict[str, Any]
 
 
 def arranged(row: dict[str, list[Report]]) -> Cells:
-    """The reports of a task by initialisation, rank scale and decay, as their settings say."""
+    """Group the reports of a task by initialisation, rank scale and decay, from their settings."""
     found: Cells = {}
     for report in (report for reports in row.values() for report in reports):
         part = report["config"]["method"]["low_rank"]
@@ -74,17 +74,17 @@ def arranged(row: dict[str, list[Report]]) -> Cells:
 
 
 def decay_of(part: dict[str, Any]) -> str:
-    """What the factors of these settings had."""
+    """Return the kind of decay on the factors."""
     return FROBENIUS if part.get("frobenius_decay") else WEIGHT
 
 
 def error(reports: list[Report]) -> tuple[float, float]:
-    """Mean accuracy over seeds, and its standard error (0 for a single seed)."""
+    """Return mean accuracy over seeds, and its standard error (0 for a single seed)."""
     return standard_error(reports, "score")
 
 
 def render(table: Table, starts: dict[str, list[dict[str, Any]]] | None = None) -> str:
-    """The Markdown page: a section per task."""
+    """Render the Markdown page, with a section per task."""
     lines = [
         "# Low-rank networks, trained from scratch",
         "",
@@ -99,7 +99,7 @@ def render(table: Table, starts: dict[str, list[dict[str, Any]]] | None = None) 
 
 
 def section(task: str, row: dict[str, list[Report]]) -> list[str]:
-    """Of one task: what was run, and a row per initialisation and decay, a column per rank scale."""
+    """Return the section of one task: its runs, and a row per initialisation and decay, a column per rank scale."""
     cells = arranged(row)
     reports = [report for found in row.values() for report in found]
     low_rank = {init: found for init, found in cells.items() if init != DENSE}
@@ -138,7 +138,7 @@ def section(task: str, row: dict[str, list[Report]]) -> list[str]:
 
 
 def comparisons(row: dict[str, list[Report]]) -> list[tuple[str, list[float]]]:
-    """What the paper says of its networks, each with the differences in points that would be above 0, one per seed."""
+    """Return the paper's claims, each with the differences in points that should be positive, one per seed."""
     cells = arranged(row)
     scores = {
         (init, *place, report["seed"]): 100 * report["score"]
@@ -149,7 +149,7 @@ def comparisons(row: dict[str, list[Report]]) -> list[tuple[str, list[float]]]:
     scales = sorted({scale for init, scale, *_ in scores if init != DENSE})
 
     def compare(first: dict[str, Any], second: dict[str, Any]) -> list[float]:
-        """A mean difference per seed, over all places where both ran; the keys replace parts of a place."""
+        """Return a mean difference per seed, over all places where both ran; the keys replace parts of a place."""
         by_seed: dict[int, list[float]] = {}
         for init, scale, decay, seed in scores:
             here = {"init": init, "scale": scale, "decay": decay}
@@ -177,7 +177,7 @@ def comparisons(row: dict[str, list[Report]]) -> list[tuple[str, list[float]]]:
 
 
 def claims(row: dict[str, list[Report]]) -> list[str]:
-    """The lines of the page on `comparisons`."""
+    """Return the lines of the page on `comparisons`."""
     rows = [[claim, *verdict(found)] for claim, found in comparisons(row) if len(found) > 1]
     if not rows:
         return []
@@ -192,7 +192,7 @@ def claims(row: dict[str, list[Report]]) -> list[str]:
 
 
 def verdict(values: list[float]) -> tuple[str, str]:
-    """The mean difference and what it says of the claim that it is positive."""
+    """Return the mean difference, and the verdict on the claim that it is positive."""
     _, low, high = interval(values)
     mean, error = mean_and_error(values)
     return (
@@ -202,7 +202,7 @@ def verdict(values: list[float]) -> tuple[str, str]:
 
 
 def start_errors(task: str, rows: list[dict[str, Any]]) -> list[str]:
-    """Error of the start against accuracy: the figure and Spearman's correlations."""
+    """Return the lines on initialisation error against accuracy: the figure and Spearman's correlations."""
     if not rows:
         return []
 
@@ -231,7 +231,7 @@ def start_errors(task: str, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _size(reports: list[Report]) -> list[str]:
-    """How large the runs were, and what follows for a reader."""
+    """Describe the size of the runs, and what follows from it."""
 
     def values(name: str) -> str:
         found = {

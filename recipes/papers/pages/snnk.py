@@ -9,7 +9,7 @@ from typing import Any
 from papers.lib.reports import Table
 from snnk_cli.tables import grid, mean_in_words, spread
 
-# Task -> what it is, what its score is, and by what the score is multiplied on the page.
+# Task -> title, unit of the score, and the factor of the score on the page.
 TITLES = {
     "siren": ("SIREN, one hidden layer, a picture", "decibels", 1.0),
     "siren_three": ("SIREN, the second of three hidden layers, a picture", "decibels", 1.0),
@@ -23,12 +23,12 @@ TITLES = {
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """The page, and the names of the figures that are drawn beside it."""
+    """Return the page, and the names of the figures drawn beside it."""
     return render(table), []
 
 
 def render(table: Table) -> str:
-    """The page: one table per task."""
+    """Render the page, with one table per task."""
     lines = [
         "# Experiments of *Scalable Neural Network Kernels* at our scale",
         "",
@@ -54,7 +54,7 @@ def render(table: Table) -> str:
 
 
 def data(rows: Mapping[str, list[dict[str, Any]]]) -> str:
-    """What a task was run on: the picture (all of them, should they differ) and its size, or numbers of examples."""
+    """Describe the data of a task: the image (all of them, should they differ) and its size, or numbers of examples."""
     reports = [report for some in rows.values() for report in some]
     pictures = {f"{report['picture']}, {report['config']['data']['size']}" for report in reports if "picture" in report}
     if pictures:
@@ -70,12 +70,12 @@ EXTRA = {
 
 
 def kind(task: str) -> str:
-    """What a report of the task has besides its score."""
+    """Return the kind of extra figures in a report of the task."""
     return "siren" if task.startswith("siren") else "two_bodies" if task == "two_bodies" else "mlp"
 
 
 def score(reports: list[dict[str, Any]], task: str, factor: float) -> str:
-    """Mean ± standard error (seeds)."""
+    """Format mean ± standard error (seeds)."""
     if task == "two_bodies":
         told = mean_in_words([1 - report["score"] for report in reports], ".1e", ".0e")
     else:
@@ -84,12 +84,12 @@ def score(reports: list[dict[str, Any]], task: str, factor: float) -> str:
 
 
 def counts(reports: list[dict[str, Any]], key: str) -> str:
-    """A number that is the same for all seeds."""
+    """Format a number that is the same for all seeds."""
     return f"{reports[0][key]:,}"
 
 
 def extra(reports: list[dict[str, Any]], task: str) -> str:
-    """What else is measured."""
+    """Format the further figures."""
     if kind(task) == "siren":
         gradient, seconds = spread(reports, "gradient_error")[0], spread(reports, "processor_seconds_per_step")[0]
         return f"{gradient:.0%}, {seconds:.3f}"

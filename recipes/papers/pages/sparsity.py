@@ -14,21 +14,21 @@ LEVELS = (0.5, 0.9, 0.99)
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """The page, and the names of the figures that are drawn beside it."""
+    """Return the page, and the names of the figures drawn beside it."""
     panels = {title(task): {name: curve(cell) for name, cell in row.items()} for task, row in table.items()}
     score_panels(panels, out / "accuracy.png", "sums over pairs", "optimizer steps", "validation accuracy")
     return render(table), ["accuracy.png"]
 
 
 def title(task: str) -> str:
-    """ "10 % relevant" for sparsity_10."""
+    """Return "10 % relevant" for sparsity_10."""
     return f"{task.removeprefix('sparsity_')} % relevant"
 
 
 def steps_to(report: dict[str, Any], level: float) -> int | None:
-    """The first evaluated step that has this accuracy in the median with the one before and the one behind it, or None.
+    """Return the first evaluated step whose accuracy, a running median of three evaluations, reaches `level`, or None.
 
-    At a constant rate accuracies jump: a single one says little. A run that has ended keeps its last accuracy.
+    At a constant rate, accuracies are noisy: a single one says little. A run that has ended keeps its last accuracy.
     """
     steps, found = zip(*report["learning_curve"], strict=True)
     triples = zip(steps, (found[0], *found[:-1]), found, (*found[1:], found[-1]), strict=True)
@@ -36,7 +36,7 @@ def steps_to(report: dict[str, Any], level: float) -> int | None:
 
 
 def curve(cell: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
-    """(step, mean accuracy, standard error) over seeds; a run that has ended keeps its last accuracy."""
+    """Return (step, mean accuracy, standard error) over seeds; a run that has ended keeps its last accuracy."""
     steps = sorted({step for report in cell for step, _ in report["learning_curve"]})
     points = []
     for step in steps:
@@ -47,7 +47,7 @@ def curve(cell: list[dict[str, Any]]) -> list[tuple[float, float, float]]:
 
 
 def render(table: Table) -> str:
-    """The page: one table per accuracy, and one of costs."""
+    """Render the page: one table per accuracy, and one of costs."""
     lines = [
         "# How soon attention learns what counts",
         "",
@@ -70,7 +70,7 @@ def render(table: Table) -> str:
 
 
 def about(table: Table) -> str:
-    """The settings that all runs share, or a warning."""
+    """Return the settings that all runs share, or a warning."""
     reports = [report for row in table.values() for cell in row.values() for report in cell]
 
     def settings(report: dict[str, Any]) -> str:
@@ -89,7 +89,7 @@ def about(table: Table) -> str:
 
 
 def steps(cell: list[dict[str, Any]], level: float) -> str:
-    """Mean ± standard error of the steps (seeds)."""
+    """Format mean ± standard error of the steps (seeds)."""
     if not cell:
         return "–"
     found = [found for report in cell if (found := steps_to(report, level)) is not None]
@@ -100,7 +100,7 @@ def steps(cell: list[dict[str, Any]], level: float) -> str:
 
 
 def cost(cell: list[dict[str, Any]]) -> list[str]:
-    """Of one method."""
+    """Return the cost cells of one method."""
     return [
         f"{spread(cell, 'cpu_seconds_per_step')[0]:.3f}",
         f"{spread(cell, 'train_cpu_seconds')[0] / 60:.1f}",

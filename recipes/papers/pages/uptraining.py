@@ -13,8 +13,8 @@ from snnk_cli.tables import grid, mean_and_error
 
 # Task -> the metric of the paper's tables.
 METRICS = {"rte": "accuracy", "mrpc": "f1", "stsb": "spearmanr", "cola": "matthews_correlation"}
-# What a model that gives every example the same answer scores on the official dev sets: the most frequent class of RTE
-# (146 of 277), the F1 of "paraphrase" everywhere (279 of 408), correlations of 0.
+# Scores of a constant answer on the official dev sets: the most frequent class of RTE (146 of 277), the F1 of
+# "paraphrase" everywhere (279 of 408), correlations of 0.
 CONSTANT = {"rte": 100 * 146 / 277, "mrpc": 100 * 2 * 279 / (279 + 408), "stsb": 0.0, "cola": 0.0}
 # The paper: BERT-base, 5 to 20 epochs, five seeds, the dev set. Row -> (where, scores in the order of METRICS).
 PAPER = {
@@ -28,13 +28,13 @@ PAPER = {
 }
 # Table 6: upper FFNs replaced -> millions of parameters, in training and for inference, as printed.
 PRINTED = {0: (110, 110), 1: (107, 104), 2: (100, 97), 3: (93, 90), 4: (86, 83), 5: (79, 76), 6: (72, 69)}
-BERT_BASE = (109_483_778, 768, 3072)  # numbers with a head of two classes, width, hidden units
+BERT_BASE = (109_483_778, 768, 3072)  # parameters with a head of two classes, width, hidden units
 UPTRAINED = re.compile(r"top(\d+)_(m\d+_\w+)")
 FULL = "full"
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """The page, and the names of the figures that are drawn beside it."""
+    """Return the page, and the names of the figures drawn beside it."""
     panels = {task: curves(task, row) for task, row in table.items()}
     labels = ("upper FFNs replaced", "score above that of full training, points")
     score_panels(panels, out / "layers.png", "Uptraining with SNNK layers, GLUE dev sets", *labels)
@@ -42,24 +42,24 @@ def page(table: Table, out: Path) -> tuple[str, list[str]]:
 
 
 def percent(task: str, report: dict[str, Any]) -> float:
-    """The paper's metric of the task."""
+    """Return the paper's metric of the task, in percent."""
     return 100 * float(report["metrics"][METRICS[task]])
 
 
 def in_words(values: list[float], form: str = ".1f") -> str:
-    """Mean ± standard error (number)."""
+    """Format mean ± standard error (number)."""
     mean, error = mean_and_error(values)
     return format(mean, form) + (f" ± {error:.1f} ({len(values)})" if len(values) > 1 else "")
 
 
 def differences(task: str, row: dict[str, list[dict[str, Any]]], method: str) -> list[float]:
-    """Scores minus those of full training with the same seeds, in points."""
+    """Return scores minus those of full training with the same seeds, in points."""
     full = {report["seed"]: percent(task, report) for report in row.get(FULL, [])}
     return [percent(task, r) - full[r["seed"]] for r in row.get(method, []) if r["seed"] in full]
 
 
 def curves(task: str, row: dict[str, list[dict[str, Any]]]) -> dict[str, list[tuple[float, float, float]]]:
-    """Start and features -> (layers replaced, mean difference to full training, standard error)."""
+    """Return start and features -> (layers replaced, mean difference to full training, standard error)."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for method in row:
         if (match := UPTRAINED.fullmatch(method)) and (pairs := differences(task, row, method)):
@@ -68,13 +68,13 @@ def curves(task: str, row: dict[str, list[dict[str, Any]]]) -> dict[str, list[tu
 
 
 def place(method: str) -> tuple[int, int, str]:
-    """The order of rows: full training, one replaced layer, two, ...; then the frozen ones."""
+    """Return a sort key of rows: full training, one replaced layer, two, ...; then the frozen ones."""
     match = UPTRAINED.fullmatch(method)
     return (0, 0, "") if method == FULL else (1, int(match[1]), method) if match else (2, 0, method)
 
 
 def render(table: Table) -> str:
-    """The page: scores and sizes, what replacing more layers costs, and what the paper printed."""
+    """Render the page: scores and sizes, the cost of replacing more layers, and the paper's figures."""
     tasks = [task for task in METRICS if task in table]
     methods = sorted({method for task in tasks for method in table[task]}, key=place)
     rows = []
@@ -136,7 +136,7 @@ def render(table: Table) -> str:
 
 
 def sizes(reports: list[dict[str, Any]]) -> list[str]:
-    """Trained numbers, stored ones of the bundle and its products; those of the smallest head where tasks differ."""
+    """Format trained parameters, stored ones of the bundle and its MACs; with the smallest head where tasks differ."""
     trained = f"{min(report['trainable_parameters'] for report in reports) / 1e3:,.1f}"
     costs = [report["cost"] for report in reports if "cost" in report]
     if not costs:
@@ -146,12 +146,12 @@ def sizes(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def stored_numbers(cost: dict[str, dict[str, int]]) -> int:
-    """Parameters and drawn matrices of a bundle; what the original has in buffers (positions) is counted."""
+    """Count parameters and drawn matrices of a bundle, without the buffers that the original has (positions)."""
     return cost["bundle"]["parameters"] + cost["bundle"]["buffers"] - cost["full"]["buffers"]
 
 
 def by_layers(table: Table, tasks: list[str]) -> list[str]:
-    """Differences to full training, a mean over tasks, and how far each start goes without harm."""
+    """Return the lines on differences to full training, a mean over tasks, by number of replaced layers."""
     means: dict[str, dict[int, tuple[float, float]]] = {}
     for method in {method for task in tasks for method in table[task]}:
         pairs = [differences(task, table[task], method) for task in tasks]
@@ -182,16 +182,16 @@ def by_layers(table: Table, tasks: list[str]) -> list[str]:
 
 
 def honest(layers: int, features: int = 8, sizes: tuple[int, int, int] = BERT_BASE) -> tuple[int, int]:
-    """Numbers of an encoder with so many FFNs replaced: trained ones, and those that its bundle stores.
+    """Count the parameters of an encoder with `layers` FFNs replaced: trained ones, and those stored by its bundle.
 
     Args:
         layers: FFNs whose expansion, W and b, became a readout A (hidden × features) and its bias.
         features: m.
-        sizes: numbers of the original, its width, its hidden units.
+        sizes: parameters of the original, its width, its hidden units.
     """
     full, width, hidden = sizes
     trained = full + layers * ((features + 1) * hidden - (width + 1) * hidden)
-    # Of the block stay W₂ A and a bias, and the drawn matrix.
+    # Of the block, W₂ A and a bias are left, and the drawn matrix.
     folded = full + layers * ((2 * features + 1) * width - (2 * width * hidden + width + hidden))
     return trained, folded
 

@@ -9,7 +9,7 @@ from papers.lib.reports import Table
 from snnk_cli.plots import score_points
 from snnk_cli.tables import grid, spread
 
-# What the figures of a task do not say about the runs that are stored.
+# Remarks on the stored runs of a task that its figures do not show.
 NOTES = {
     "cifar10": (
         "",
@@ -24,7 +24,7 @@ NOTES = {
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """The page, and the names of the figures that are drawn beside it."""
+    """Return the page, and the names of the figures drawn beside it."""
     for task, row in table.items():
         points = {name: (cell[0]["trainable_parameters"], *spread(cell, "score")) for name, cell in row.items()}
         score_points(points, out / f"{task}.png", task, "test accuracy")
@@ -32,7 +32,7 @@ def page(table: Table, out: Path) -> tuple[str, list[str]]:
 
 
 def render(table: Table) -> str:
-    """The Markdown page: a section per task."""
+    """Render the Markdown page, with a section per task."""
     lines = [
         "# Image tasks",
         "",
@@ -46,7 +46,7 @@ def render(table: Table) -> str:
 
 
 def section(task: str, row: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Of one task, the best method first."""
+    """Return the section of one task, the best method first."""
     methods = sorted(row, key=lambda method: -spread(row[method], "score")[0])
     reports = [report for method in methods for report in row[method]]
     examples = reports[0]["examples"]
@@ -73,7 +73,7 @@ def section(task: str, row: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def cells(method: str, reports: list[dict[str, Any]]) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     mean, deviation = spread(reports, "score")
     train = reports[0]["config"]["train"]
     return [

@@ -1,4 +1,4 @@
-"""Train bottleneck adapters of AdapterHub's library `adapters` on a GLUE task, by the very recipe of the study glue.
+"""Train bottleneck adapters of AdapterHub's library `adapters` on a GLUE task, with the recipe of the study glue.
 
     python -m venv adapters-env
     adapters-env/bin/pip install -r recipes/papers/peers/adapters-requirements.txt
@@ -9,18 +9,18 @@
         data.dir=path/to/glue adapters.config=double_seq_bn adapters.reduction_factor=64 \
         output.dir=runs/glue/mrpc/adapters_double_seq_bn/seed0
 
-    seq_bn          h + up(relu(down h))   behind the FFN of each layer (Pfeiffer et al. 2020)
-    double_seq_bn   h + up(swish(down h))  behind attention and behind the FFN (Houlsby et al. 2019)
+    seq_bn          h + up(relu(down h))   after the FFN of each layer (Pfeiffer et al. 2020)
+    double_seq_bn   h + up(swish(down h))  after attention and after the FFN (Houlsby et al. 2019)
 
-down has width / reduction_factor rows. A layer of MiniLM (width 384) has 2 · 384 · 12 + 12 + 384 = 9,612 numbers with
-seq_bn and factor 32, and 2 (2 · 384 · 6 + 6 + 384) = 9,996 with double_seq_bn and factor 64: with six layers and the
-classifier's 770 it is 58,442 and 60,746 that are trained. Ours has 66,050, LoRA of rank 8 74,498 (model_cards/glue).
+down has width / reduction_factor rows. A layer of MiniLM (width 384) has 2 · 384 · 12 + 12 + 384 = 9,612 parameters
+with seq_bn and factor 32, and 2 (2 · 384 · 6 + 6 + 384) = 9,996 with double_seq_bn and factor 64: with six layers and
+the classifier's 770, that is 58,442 and 60,746 trained ones. Ours has 66,050, LoRA of rank 8 74,498 (model_cards/glue).
 
-Everything but the adapters is that of recipes/finetune.py: data, held-back rows, schedule, optimizer, loop,
+Everything but the adapters is shared with recipes/finetune.py: data, held-back rows, schedule, optimizer, loop,
 checkpoints, `--resume`, metrics.json. Where transformers is older than this package needs, modules of the package are
 imported without its `__init__`, and only those that work with it. The page of glue shows the runs as further
 rows; environment.json has the versions, metrics.json that of adapters. The rate is that of the settings file
-(train.learning_rate): the study glue_rates has not looked for a better one.
+(train.learning_rate); it was not tuned by the study glue_rates.
 """
 
 # Imports follow the paths and the package that they need.
@@ -43,31 +43,31 @@ sys.path[:0] = [path for path in (str(ROOT / "recipes"), str(ROOT)) if path not 
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds modules that this environment does not have, whose members are empty classes."""
+    """Import hook for modules missing in this environment, whose members become empty classes."""
 
     absent = ("peft", "snnk_peft.cost", "snnk_peft.parts", "snnk_peft.tuner")
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """A module or package of this name, if it is absent."""
+        """Return the spec of a stand-in module if `name` is one of the missing ones."""
         found = any(f"{name}.".startswith(f"{each}.") for each in self.absent)
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Give it its members."""
+        """Give the module its members."""
         module.__dict__["__getattr__"] = self.empty_class
 
     @staticmethod
     def empty_class(name: str) -> type:
-        """Of this name."""
+        """Create an empty class of this name."""
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
 
 
 def use_bare_package() -> None:
-    """Let modules of snnk_peft be imported without its `__init__`, where transformers is older than that needs.
+    """Make modules of snnk_peft importable without its `__init__`, where transformers is too old for that.
 
-    What the recipes import from peft and from modules that need it, and never call here, are empty classes.
+    Whatever the recipes import from peft, or from modules that need it, and never call here becomes an empty class.
     """
     if int(importlib.metadata.version("transformers").partition(".")[0]) >= 5 or "snnk_peft" in sys.modules:
         return
@@ -96,8 +96,8 @@ from snnk_cli.launch import launch
 from snnk_cli.settings import FinetuneConfig
 from snnk_peft.errors import ConfigError
 
-NAME = "glue"  # what the library calls the adapter
-# What is trained beside the adapter: the classifier.
+NAME = "glue"  # name of the adapter in the library
+# The classifier is trained beside the adapter.
 BESIDE = "linear_probe"
 
 
@@ -134,12 +134,12 @@ class AdapterHub(Finetuning):
         return f"adapters_{self.config.adapters.config}"
 
     def data(self, accelerator: Any) -> Data:
-        """As in finetune.py, once it is known that the library is there."""
+        """Load the data as finetune.py does, after checking that the library is installed."""
         adapters_library()
         return super().data(accelerator)
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The frozen model with its trained classifier, as for a linear probe, and the adapter."""
+        """Build the frozen model with its trained classifier, as for a linear probe, and add the adapter."""
         library, model = adapters_library(), super().model(data, accelerator, resumed)
         wanted = self.config.adapters
         library.init(model)
@@ -153,7 +153,7 @@ class AdapterHub(Finetuning):
 
 
 def adapters_library() -> Any:
-    """The module adapters; a ConfigError where it cannot be imported."""
+    """Import the module adapters; a ConfigError if that fails."""
     try:
         import adapters
     except ImportError as error:
@@ -164,7 +164,7 @@ def adapters_library() -> Any:
 
 
 def arguments(given: list[str]) -> list[str]:
-    """The command line with the recipe of the sweep in front of its settings, which may replace it."""
+    """Put the recipe of the study in front of the settings on the command line, which may override it."""
     file = next((place for place, text in enumerate(given) if not text.startswith("-")), None)
     return (
         given
@@ -174,7 +174,7 @@ def arguments(given: list[str]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Train the adapters; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(AdapterHub, __doc__, arguments(sys.argv[1:] if argv is None else argv))
 
 

@@ -1,1 +1,1 @@
-"""Programs that a paper needs once: trainings from scratch, measurements of their own."""
+"""Programs for single papers: trainings from scratch, and special measurements."""

@@ -1,4 +1,4 @@
-"""How well do random features estimate attention weights? Spectraformer's pairs on queries and keys of a real BERT.
+"""Errors of attention weights estimated by random features: Spectraformer's pairs on queries and keys of a real BERT.
 
     python recipes/papers/programs/attention_estimates.py
     python recipes/papers/programs/attention_estimates.py --model path/to/minilm-l6-sst2 --data path/to/glue
@@ -10,8 +10,8 @@ heads of the unchanged model on whole sentences. Two errors, means over sentence
 
 - the pairs of Spectraformer's Table 2, (posrf, oprf, saderf) × (orf, sorf, qmc, mm, sgq, fastfood_learned as drawn),
   besides posrf-gaussian and trigrf-orf: drawn, and nothing is learned. sgq has 2d + 1 features, whatever m is.
-- uniform attention, 1/n: the line to beat, which needs no features at all. Its divergence is log n − H(A).
-- centroids: the map that `calibrate` fits in closed form, or with `--steps` of Adam behind it, to other sentences
+- uniform attention, 1/n: the baseline to beat, which needs no features at all. Its divergence is log n − H(A).
+- centroids: the map that `calibrate` fits in closed form, or followed by `--steps` of Adam, to other sentences
   without labels, one layer at a time, so that each sees the queries and keys of the unchanged model.
 
 `--data` is a folder of GLUE: sentences of SST-2, for calibration those of more than 40 characters of train.tsv, and
@@ -58,7 +58,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "attention_estimates"
 PAIRS = [*((c, p) for c in COMPONENTS for p in MATRICES), ("posrf", "gaussian"), ("trigrf", "orf")]
 SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 FITTED = [64, 128]
-SHORTEST = 40  # characters of what is taken for a whole sentence, as in benchmarks/convert_models.py
+SHORTEST = 40  # least characters of a whole sentence, as in benchmarks/convert_models.py
 
 
 class Heads(NamedTuple):
@@ -78,11 +78,11 @@ class Heads(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Of the weights of all heads: one number per head, (H,).
+    """Errors of the weights of all heads: one number per head, (H,).
 
     Attributes:
         frobenius: ‖Â − A‖_F / ‖A‖_F.
-        divergence: the mean over queries; without meaning where weights are negative.
+        divergence: mean over queries; meaningless where weights are negative.
         negative: share of the weights below 0.
     """
 
@@ -92,7 +92,7 @@ class Errors(NamedTuple):
 
 
 def options() -> argparse.ArgumentParser:
-    """What is measured, and where the results go."""
+    """Create the parser of the options."""
     made = page_options(__doc__, RESULTS, "error.png")
     made.add_argument("--model", default="minilm", help="folder or Hub name of an encoder (default minilm)")
     made.add_argument("--data", help="folder that holds SST-2/{train,dev}.tsv; without it, docstrings")
@@ -109,7 +109,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and write; 0 done, 2 what was given does not do."""
+    """Measure and write; returns 0 if done, 2 for wrong input."""
     arguments = options().parse_args(argv)
     return guarded(lambda: work(arguments))
 
@@ -134,7 +134,7 @@ def _faults(arguments: argparse.Namespace) -> list[str]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     if faults := _faults(arguments):
         raise ConfigError(faults)
     folder = resolve_model(arguments.model, "--model")
@@ -169,7 +169,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         kernel = calibrated(model, batches, m, layer, steps, seed)
         found[steps, m][seed][layer] = [estimate(kernel, each) for each in heads[layer::layers]]
     for (steps, m), by_layer in found.items():
-        # In the order of `heads`, sentence after sentence.
+        # In the order of `heads`, sentence by sentence.
         draws = [[errors for each in zip(*one.values(), strict=True) for errors in each] for one in by_layer]
         name = CENTROIDS if steps == 0 else f"{CENTROIDS}, {steps} steps"
         rows.append(row(name, m, draws, level, layers))
@@ -191,12 +191,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def watched(jobs: list[Any], title: str) -> Iterator[Any]:
-    """The jobs, on a bar."""
+    """Iterate over the jobs with a progress bar."""
     yield from track(jobs, title, console=Console(stderr=True))
 
 
 def sentences(arguments: argparse.Namespace) -> tuple[str, list[str], list[str]]:
-    """Name of the texts, those for calibration and those that are measured."""
+    """Return the name of the texts, those for calibration and those to measure on."""
     task = "stdlib_docs" if arguments.data is None else "sst2"
     rows = TASKS[task].load(arguments.data)
     train = [text for text in rows["train"]["sentence1"] if len(text) > SHORTEST]
@@ -211,13 +211,13 @@ def sentences(arguments: argparse.Namespace) -> tuple[str, list[str], list[str]]
 
 
 def tokens(tokenizer: Any, texts: list[str], max_length: int) -> dict[str, torch.Tensor]:
-    """A batch of the model's inputs, padded to its longest text."""
+    """Tokenise a batch of model inputs, padded to its longest text."""
     return dict(tokenizer(texts, truncation=True, max_length=max_length, padding=True, return_tensors="pt"))
 
 
 @torch.no_grad()
 def heard(model: Any, batches: list[dict[str, torch.Tensor]]) -> list[Heads]:
-    """What all layers' attention is given, batch after batch of one sentence, while they do what they always do."""
+    """Record the inputs of all layers' attention in the unchanged model, for each batch of one sentence."""
     part = AttentionPart(num_features=1)
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=part, modules_to_save=[])).eval()
     recorder = Recorder()
@@ -234,27 +234,27 @@ def heard(model: Any, batches: list[dict[str, torch.Tensor]]) -> list[Heads]:
 
 
 def softmax(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The exact weights (1, H, n, n) in fp64."""
+    """Compute the exact weights (1, H, n, n) in fp64."""
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     return (scaling * q.double() @ keys.mT).softmax(-1)
 
 
 @torch.no_grad()
 def estimate(kernel: KernelAttention, heads: Heads) -> Errors:
-    """Errors of the weights that linear attention multiplies values with."""
+    """Compute errors of the weights of linear attention."""
     return errors(kernel.weights(heads.q, heads.k, scaling=heads.scaling), heads.exact)
 
 
 def uniform(heads: Heads) -> Errors:
-    """Errors of 1/n everywhere."""
+    """Compute errors of uniform weights 1/n."""
     return errors(torch.full_like(heads.exact, 1 / heads.exact.shape[-1]), heads.exact)
 
 
 def errors(weights: torch.Tensor, exact: torch.Tensor) -> Errors:
-    """Of weights (1, H, n, n), whose rows sum to 1, against those of softmax."""
+    """Compute errors of weights (1, H, n, n), whose rows sum to 1, against those of softmax."""
     weights = weights.double()
     frobenius = (weights - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
-    # A weight that fp32 rounds to 0 counts as its smallest number; a negative one is told of in `negative`.
+    # A weight that fp32 rounds to 0 counts as its smallest number; negative ones are counted in `negative`.
     logs = weights.clamp_min(torch.finfo(torch.float32).tiny).log()
     divergence = (torch.xlogy(exact, exact) - exact * logs).sum(-1).mean(-1)
     return Errors(frobenius[0], divergence[0], (weights < 0).double().mean((-2, -1))[0])
@@ -263,24 +263,24 @@ def errors(weights: torch.Tensor, exact: torch.Tensor) -> Errors:
 def calibrated(
     model: Any, batches: list[dict[str, torch.Tensor]], m: int, layer: int, steps: int, seed: int
 ) -> KernelAttention:
-    """The attention of one layer as `calibrate` fits it; all others stay softmax."""
+    """Return the attention of one layer as fitted by `calibrate`; all others stay softmax."""
     part = AttentionPart("mixture", "centroids", num_features=m, layers=[layer], refit_output=False)
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=part, modules_to_save=[], seed=seed))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of layers that few features serve badly: that is what is measured here
+        warnings.simplefilter("ignore")  # about layers that few features fit badly: that is measured here
         calibrate(patched, batches, steps=steps, progress=False)
     return next(module for module in patched.modules() if isinstance(module, KernelAttention))
 
 
 def row(name: str, m: int | None, draws: list[list[Errors]], level: list[Errors], layers: int) -> dict[str, Any]:
-    """The figures of a map: means, and the standard errors that the draws tell (None for a single one, as of uniform).
+    """Return the figures of a map: means, and standard errors over draws (None for a single one, such as uniform).
 
     Args:
-        name: of the map.
-        m: its features.
+        name: name of the map.
+        m: number of features.
         draws: for each draw the errors of all layers on the first sentence, then on the second, and so on.
-        level: those of uniform attention in the same order.
-        layers: of the model.
+        level: errors of uniform attention in the same order.
+        layers: number of layers of the model.
     """
     whole = [Errors(*(torch.stack(parts) for parts in zip(*draw, strict=True))) for draw in draws]
     frobenius, divergence = (torch.stack([each[place] for each in whole]) for place in (0, 1))  # draw, place, head

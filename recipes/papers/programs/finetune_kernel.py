@@ -1,11 +1,11 @@
-"""Fine-tune what pretrain_mlm.py left, all weights of it: the learned kernel of attention goes on learning.
+"""Fine-tune all weights of a model from pretrain_mlm.py: the learned kernel of attention is trained further.
 
     python recipes/papers/programs/finetune_kernel.py recipes/papers/configs/kernels/rte.yaml data.dir=path/to/glue \\
         model.name_or_path=runs/kernels/pretraining/posrf_gmm/seed0/model
 
-recipes/finetune.py with method.name=full, and the linear attention in model.name_or_path/attention, if there is one,
-put into the model: its rows and what they are learned from are those of the pretraining. Settings, `--resume` and
-metrics.json are as there; instead of model/ a run leaves bundle/, which loads with the Auto classes.
+This is recipes/finetune.py with method.name=full, and with the linear attention in model.name_or_path/attention, if
+any, put into the model: its rows and their parameters are those of the pretraining. Settings, `--resume` and
+metrics.json are the same; instead of model/ a run writes bundle/, which loads with the Auto classes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FinetuneKernel(Finetuning):
     """A classifier over a pretrained encoder with the attention that it was pretrained with."""
 
     program = "papers/programs/finetune_kernel.py"
-    paths = (("model", "name_or_path"),)  # the report says instead what was pretrained there
+    paths = (("model", "name_or_path"),)  # the report names the pretrained attention instead
 
     def __init__(self, config: FinetuneConfig):
         if config.method.name != "full":
@@ -45,7 +45,7 @@ class FinetuneKernel(Finetuning):
         super().__init__(config)
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The pretrained encoder with a fresh classifier, and its attention."""
+        """Build the pretrained encoder with a fresh classifier and its attention."""
         model = with_attention(super().model(data, accelerator, resumed), Path(self.pretrained))
         accelerator.print(f"attention of the pretraining: {attention_of(model)}")
         return model
@@ -54,7 +54,7 @@ class FinetuneKernel(Finetuning):
         return {**super().report(done), "attention": attention_of(done.model)}
 
     def save(self, done: Finished, metrics: Mapping[str, float]) -> None:
-        """model/ with softmax, or else bundle/: an adapter would lack the weights that it was put into."""
+        """Save model/ with softmax, otherwise bundle/: an adapter would lack the weights that it was put into."""
         if attention_of(done.model) == SOFTMAX:
             super().save(done, metrics)
             return
@@ -69,7 +69,7 @@ class FinetuneKernel(Finetuning):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Fine-tune the model; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(FinetuneKernel, __doc__, argv)
 
 

@@ -1,4 +1,4 @@
-"""Fit a picture as a function of its coordinates by a network of sines: dense, SNNK or of low rank (SNNK paper, 4.2).
+"""Fit an image as a function of its coordinates by a network of sines: dense, SNNK or low-rank (SNNK paper, 4.2).
 
     python recipes/papers/programs/fit_picture.py recipes/papers/configs/pictures/siren.yaml
     python recipes/papers/programs/fit_picture.py \\
@@ -8,9 +8,9 @@
     python recipes/papers/programs/fit_picture.py \\
         recipes/papers/configs/pictures/siren.yaml data.file=path/to/photograph.jpg
 
-Only values are fitted; what the network then says of gradient and Laplacian is compared with the differences of
-neighbouring pixels. output.dir receives metrics.json, learning_curve.png (peak signal-to-noise ratio over steps),
-pictures.png (picture, gradient, Laplacian; above the truth, below the network), and checkpoints. A run killed at any
+Only values are fitted; gradient and Laplacian of the network are then compared with differences of neighbouring
+pixels. output.dir receives metrics.json, learning_curve.png (peak signal-to-noise ratio over steps),
+pictures.png (image, gradient, Laplacian; above the truth, below the network), and checkpoints. A run killed at any
 moment continues with `--resume`.
 
 Settings are `section.key=value`; `--help` lists them.
@@ -46,7 +46,7 @@ PICTURES = "pictures.png"
 
 @dataclass
 class PictureData:
-    """The picture."""
+    """The image."""
 
     file: str | None = option(None, "a picture file; null: the one that the task names, of scikit-learn")
     size: int = option(128, "pixels on each side, of the middle square", low=8)
@@ -54,7 +54,7 @@ class PictureData:
 
 @dataclass
 class PictureTrain(StepSettings):
-    """The optimisation; SIREN has Adam with rate 1e-4, all pixels in every step."""
+    """The optimisation; SIREN uses Adam with rate 1e-4 and all pixels in every step."""
 
     batch_size: int = option(4096, "rows of pixels per step", low=1)
     learning_rate: float = option(1e-4, "of AdamW", above=0, high=10)
@@ -66,7 +66,7 @@ class PictureTrain(StepSettings):
 
 @dataclass
 class PictureConfig:
-    """Everything this recipe reads."""
+    """All settings of this recipe."""
 
     output: RunOutput
     task: str = option("china", "a picture of scikit-learn", choices=("china", "flower"))
@@ -80,14 +80,14 @@ class PictureConfig:
 
 
 class FitPicture(Training[PictureConfig]):
-    """One picture, one network."""
+    """Experiment that fits one image by one network."""
 
     settings, program = PictureConfig, "papers/programs/fit_picture.py"
     leaves = (PICTURES,)
 
     @property
     def name(self) -> str:
-        """Of the picture: that of its file, without the folder."""
+        """The name of the image: that of its file, without the folder."""
         config = self.config
         return config.task if config.data.file is None else Path(config.data.file).name
 
@@ -100,7 +100,7 @@ class FitPicture(Training[PictureConfig]):
         return Data(self.picture, {"picture": self.picture})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The network; all of it is trained but the rows of the features, unless these are learned."""
+        """Build the network; all of it is trained except the rows of the features, unless these are learned."""
         return SineNetwork.of(self.config, inputs=2, outputs=1)
 
     def score(
@@ -110,7 +110,7 @@ class FitPicture(Training[PictureConfig]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Peak signal-to-noise ratio in decibels, 10 lg(range²/mean squared error)."""
+        """Return the peak signal-to-noise ratio in decibels, 10 lg(range²/mean squared error)."""
         if stopped():
             return None
         training = model.training
@@ -121,7 +121,7 @@ class FitPicture(Training[PictureConfig]):
         return {"score": 10 * math.log10(RANGE**2 / max(error, 1e-30))}
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """Decibels, and how far gradient and Laplacian are from differences of pixels."""
+        """Return decibels, and the errors of gradient and Laplacian against differences of pixels."""
         shape = self.picture.values.shape
         network: Any = done.model
         found = derivatives(network, self.picture.coordinates.reshape(-1, 2).to(done.device))
@@ -155,7 +155,7 @@ class FitPicture(Training[PictureConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fit as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Fit the image; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(FitPicture, __doc__, argv)
 
 

@@ -5,7 +5,7 @@
         recipes/papers/configs/potential/two_bodies.yaml method.snnk=null  (all layers dense)
 
 The network (QPNN, Sehanobish et al. 2021) never sees the potential: its loss is the spread of the local energy
-−½ (∇²ψ)/ψ + V(x) over the points of a batch, with V(0) = 0. What it found is compared with the exact potential, and so
+−½ (∇²ψ)/ψ + V(x) over the points of a batch, with V(0) = 0. The result is compared with the exact potential, and so
 are the lowest energies of two particles in it. output.dir receives metrics.json, learning_curve.png, potential.png and
 checkpoints. A run killed at any moment continues with `--resume`.
 
@@ -72,7 +72,7 @@ class PotentialTrain(StepSettings):
 
 @dataclass
 class PotentialConfig:
-    """Everything this recipe reads."""
+    """All settings of this recipe."""
 
     output: RunOutput
     task: str = option("two_bodies", "the system", choices=("two_bodies",))
@@ -92,7 +92,7 @@ class PotentialConfig:
 
 
 class FitPotential(Training[PotentialConfig]):
-    """One system, one network."""
+    """Experiment that learns the potential of one system with one network."""
 
     settings, program = PotentialConfig, "papers/programs/fit_potential.py"
     leaves = (PICTURE,)
@@ -109,7 +109,7 @@ class FitPotential(Training[PotentialConfig]):
         return Data(train, {"held out": LocalEnergies(self.system, 2048, data.reach, seed + 1)})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The network; all of it is trained but the rows of the features, unless these are learned."""
+        """Build the network; all of it is trained except the rows of the features, unless these are learned."""
         return PotentialNetwork(SineNetwork.of(self.config, inputs=2, outputs=1))
 
     def score(
@@ -119,7 +119,7 @@ class FitPotential(Training[PotentialConfig]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Share of the variance of the exact potential that is found (R²), with V(0) = 0 for both."""
+        """Return the share of the exact potential's variance that is explained (R²), with V(0) = 0 for both."""
         if stopped():
             return None
 
@@ -167,7 +167,7 @@ class FitPotential(Training[PotentialConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fit as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Fit the potential; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(FitPotential, __doc__, argv)
 
 

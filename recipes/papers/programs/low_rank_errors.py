@@ -2,13 +2,13 @@
 
 python recipes/papers/programs/low_rank_errors.py
 
-Takes the finished runs of the study lowrank (model_cards/lowrank.jsonl) and builds each one's start again from
-its settings: dense network, seed, initialisation and rank scale decide it, so nothing is trained. The error of a start
+Reads the finished runs of the study lowrank (model_cards/lowrank.jsonl) and rebuilds the start of each from its
+settings: dense network, seed, initialisation and rank scale determine it, so nothing is trained. The error of a start
 is E‖f(UVᵀx) − f(Wx)‖² / E‖f(Wx)‖² for x ~ N(0, I), exact, a mean over the layers; the paper plots the excess over the
 least possible one, for WS-NKP stopped early and late at one rank scale, three runs each. Writes metrics.json and
 error.png: the error against the accuracy of every run, and Spearman's correlation with a 95 % interval (stratified
-bootstrap over runs). Runs of one initialisation share their error and all else that is particular to it, which no
-interval knows.
+bootstrap over runs). Runs of one initialisation share their error and everything else particular to it, which no
+interval accounts for.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "low_rank_errors"
 
 
 def options() -> argparse.ArgumentParser:
-    """Which runs, and where the results go."""
+    """Create the parser of the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
         "--runs", type=Path, default=ROOT / "model_cards/lowrank.jsonl", help="the stored runs, a line each"
@@ -51,7 +51,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Build every start and write the results."""
+    """Rebuild every start and write the results."""
     arguments = options().parse_args(argv)
     hold(arguments.output)
     try:
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(
             f"error: {arguments.runs} holds dense networks alone; python recipes/papers/study.py run lowrank"
         )
-    known: dict[str, float] = {}  # decay changes nothing at the start
+    known: dict[str, float] = {}  # decay does not change the start
     rows = []
     for method, report in track(reports, "runs", console=Console(stderr=True)):
         part = report["config"]["method"]["low_rank"]
@@ -88,13 +88,13 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def mean_error(report: dict[str, Any]) -> float:
-    """Of the start that the settings of a report describe: the mean over its layers."""
+    """Compute the error of the start that a report's settings describe, a mean over its layers."""
     errors = rebuilt_errors(load_config(LowRankConfig, {**report["config"], "output": {"dir": "unused"}}))
     return sum(errors.values()) / len(errors)
 
 
 def show(rows: list[dict[str, Any]], correlations: dict[str, dict[str, Any]]) -> None:
-    """Errors by initialisation and rank scale, and the correlations, on the terminal."""
+    """Print errors by initialisation and rank scale, and the correlations."""
     lines = []
     for place in sorted({(row["task"], row["init"], row["rank_scale"]) for row in rows}):
         errors = [row["error"] for row in rows if (row["task"], row["init"], row["rank_scale"]) == place]

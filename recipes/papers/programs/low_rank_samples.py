@@ -1,4 +1,4 @@
-"""How many samples does it take to learn a shallow low-rank ReLU network? Algorithm 2 of the paper, and what beats it.
+"""Samples needed to learn a shallow low-rank ReLU network: Algorithm 2 of the paper, and methods that beat it.
 
 python recipes/papers/programs/low_rank_samples.py
 
@@ -41,7 +41,7 @@ METHODS = ("Algorithm 2", "kernel of the recovered W", "spectral", "function", E
 
 
 def options() -> argparse.ArgumentParser:
-    """Sizes, and where the results go."""
+    """Create the parser of the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--inputs", type=int, default=32, help="inputs of the teacher (default 32)")
     made.add_argument("--outputs", type=int, default=64, help="its units (default 64)")
@@ -54,12 +54,12 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run everything and write the results."""
+    """Run all methods and write the results."""
     arguments = options().parse_args(argv)
     hold(arguments.output)
     if faults := _faults(arguments):
         raise SystemExit(f"error: {ConfigError(faults)}")
-    runs, best = [], []  # of all methods on all samples, and of the best factors of the true W
+    runs, best = [], []  # risks of all methods on all samples, and of the best factors of the true W
     for seed in track(range(arguments.teachers), "teachers", console=Console(stderr=True)):
         generator = torch.Generator().manual_seed(seed)
         shape = (arguments.outputs, arguments.inputs)
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def learned(x: torch.Tensor, weight: torch.Tensor, rank: int) -> list[dict[str, Any]]:
-    """Relative risk of each method on the same samples, and the relative error of the weight that it recovered."""
+    """Return the relative risk of each method on the same samples, and the relative error of its recovered weight."""
     y = torch.relu(x @ weight.T)
     found = recover_weight(x, y, recovery="gradient_descent")
     methods = {
@@ -110,7 +110,7 @@ def learned(x: torch.Tensor, weight: torch.Tensor, rank: int) -> list[dict[str, 
 
 
 def compressed(weight: torch.Tensor, rank: int, init: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """U and V of an init of `factorize`."""
+    """Return U and V of an initialisation of `factorize`."""
     factors = factorize(weight, rank, init, activation="relu")
     return factors.U, factors.V
 
@@ -123,7 +123,7 @@ def _faults(arguments: argparse.Namespace) -> list[str]:
 
 
 def _summary(runs: list[dict[str, Any]], method: str, count: int) -> dict[str, Any]:
-    """Means over the teachers; the standard error is that of the excess, whose noise is not that of the teachers."""
+    """Average over the teachers; the standard error is that of the excess, whose noise is not that of the teachers."""
     mine = [run for run in runs if (run["method"], run["samples"]) == (method, count)]
     if not mine:
         return {"method": method, "samples": count, "teachers": 0}

@@ -1,4 +1,4 @@
-"""Parameters and products of "Scalable Neural Network Kernels", counted: Tables 5, 6 and 8 without any weights.
+"""Parameters and MACs of "Scalable Neural Network Kernels", counted: Tables 5, 6 and 8 without any weights.
 
     python recipes/papers/programs/parameter_tables.py
     python recipes/papers/programs/parameter_tables.py --render
@@ -6,13 +6,13 @@
 Models are built from their configs on the meta device by `snnk_peft.cost`, which counts parameters by tensor and
 multiply-adds by operation:
 
-- Table 6, BERT-base and ViT-base with the expansions of the top k FFN layers as 8 features: numbers in training (those
-  of replaced layers are not counted), bundled, size in fp32, and multiply-adds of a forward pass as trained and as
-  bundled. One expansion of d·4d + 4d numbers becomes a readout of 4d·m + 4d; the bundle keeps d·m + d of the pair, and
-  W (m·d) beside it, which is no parameter.
+- Table 6, BERT-base and ViT-base with the expansions of the top k FFN layers as 8 features: parameters in training
+  (without those of replaced layers), bundled, size in fp32, and multiply-adds of a forward pass as trained and as
+  bundled. One expansion of d·4d + 4d parameters becomes a readout of 4d·m + 4d; the bundle keeps d·m + d of the pair,
+  and W (m·d) beside it, which is not a parameter.
 - Table 8 (and 1, 4), adapters of 16 features in BERT-base, their form and this package's default; the classifier is not
   counted, as there.
-- Table 5 (and 1, 3), the pooler as 1024 features, what is trained and what a bundle leaves of pooler and classifier.
+- Table 5 (and 1, 3), the pooler as 1024 features: trained parameters, and those of pooler and classifier in a bundle.
 
 Beside each figure is the printed one. Writes metrics.json and README.md, which `--render` makes again from metrics.json
 alone. About half a minute on one core.
@@ -53,7 +53,7 @@ MODELS: dict[str, tuple[Callable[[], PretrainedConfig], str, dict[str, int]]] = 
     VIT: (lambda: ViTConfig(num_labels=10), "image-classification", {"batch_size": 32}),
 }
 HEAD = ("pooler", "classifier")
-# As printed for k = 0, 1, ..., 6: millions of numbers, billions of "flops".
+# As printed for k = 0, 1, ..., 6: millions of parameters, billions of "flops".
 PRINTED: dict[str, dict[str, list[int]]] = {
     BERT: {
         "training": [110, 107, 100, 93, 86, 79, 72],
@@ -72,7 +72,7 @@ PRINTED_MB = {(BERT, 0): 440.0, (BERT, 6): 226.71, (VIT, 0): 346.0, (VIT, 6): 17
 
 
 def options() -> argparse.ArgumentParser:
-    """What is counted, and where the results go."""
+    """Create the parser of the options."""
     made = page_options(__doc__, RESULTS)
     made.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS, help="of Table 6 (default both)")
     counts = [0, 1, 2, 3, 4, 5, 6, 12]
@@ -82,7 +82,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Count and write; 0 done, 2 what was given does not do."""
+    """Count and write; returns 0 if done, 2 for wrong input."""
     arguments = options().parse_args(argv)
     return guarded(lambda: work(arguments))
 
@@ -96,7 +96,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def counted(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures of what was asked for."""
+    """Check the options and count all figures."""
     depth = 12
     faults = [f"--layers has {k}; expected 0 to {depth}" for k in arguments.layers if not 0 <= k <= depth]
     faults += [] if arguments.features >= 1 else [f"--features is {arguments.features}; expected at least 1"]
@@ -106,7 +106,7 @@ def counted(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def count(models: list[str], layers: list[int], features: int) -> dict[str, Any]:
-    """All figures."""
+    """Count all figures."""
     jobs = [(model, k) for model in models for k in layers]
     rows = [uptrained(model, k, features) for model, k in track(jobs, "models", console=Console(stderr=True))]
     return {
@@ -119,12 +119,12 @@ def count(models: list[str], layers: list[int], features: int) -> dict[str, Any]
 
 
 def uptrained(model: str, k: int, features: int) -> dict[str, Any]:
-    """A column of Table 6: the expansions of the top k FFN layers replaced, everything else trained."""
+    """Count a column of Table 6: the expansions of the top k FFN layers replaced, everything else trained."""
     make, task, inputs = MODELS[model]
     own = {"model": model, "k": k, "printed": printed(model, k, features)}
     builder = Builder(make(), task, torch.float32)
     if k == 0:
-        # A config of parts is asked for; what they cost is in rows that are not read here.
+        # A config of parts is required; their costs are in rows that are not read here.
         full = estimate_cost(make(), SNNKConfig(ffn=FFNPart(num_features=features)), task=task, **inputs).row("full")
         counted = {"training": full.parameters, "bundled": full.parameters}
         macs = {"training_macs": full.macs, "bundled_macs": full.macs}
@@ -143,14 +143,14 @@ def uptrained(model: str, k: int, features: int) -> dict[str, Any]:
 
 
 def without_replaced(model: Any) -> int:
-    """Numbers in the parameters of a patched model, without the originals that something took the place of."""
-    unused = (".base_layer.", ".original_module.")  # of the parts, and of heads that PEFT copies to train them
+    """Count the parameters of a patched model, without the originals of replaced or copied modules."""
+    unused = (".base_layer.", ".original_module.")  # of parts, and of heads that PEFT copies for training
     kept = (parameter for name, parameter in model.named_parameters() if not any(word in name for word in unused))
     return sum(parameter.numel() for parameter in kept)
 
 
 def printed(model: str, k: int, features: int) -> dict[str, float]:
-    """What Table 6 and the text have for it; it is about 8 features."""
+    """Return the figures printed in Table 6 and the text, which are for 8 features."""
     columns = PRINTED[model]
     if features != 8 or k >= len(columns["training"]):
         return {}
@@ -159,7 +159,7 @@ def printed(model: str, k: int, features: int) -> dict[str, float]:
 
 
 def adapters(init: str) -> dict[str, Any]:
-    """What adapters of 16 features in BERT-base train, without the classifier."""
+    """Count what adapters of 16 features in BERT-base train, without the classifier."""
     make, task, inputs = MODELS[BERT]
     config = SNNKConfig(adapter=AdapterPart(num_features=16, init=init))
     report = estimate_cost(make(), config, task=task, **inputs)
@@ -171,7 +171,7 @@ def adapters(init: str) -> dict[str, Any]:
 
 
 def poolers(features: int) -> list[dict[str, Any]]:
-    """Pooler and classifier of BERT-base, which are all that is trained in Tables 1, 3 and 5."""
+    """Count pooler and classifier of BERT-base, which are all that is trained in Tables 1, 3 and 5."""
     make, task, inputs = MODELS[BERT]
     report = estimate_cost(make(), SNNKConfig(pooler=PoolerPart(num_features=features)), task=task, **inputs)
     full, trained, bundled = (report.row(name) for name in ("full", "snnk", "bundle"))
@@ -186,7 +186,7 @@ def poolers(features: int) -> list[dict[str, Any]]:
 
 
 def parameters_of(model: Any, names: tuple[str, ...]) -> int:
-    """Numbers below modules of these names."""
+    """Count the parameters below modules of these names."""
     found = [
         parameter.numel() for path, parameter in model.named_parameters() if set(path.split(".")).intersection(names)
     ]
@@ -194,7 +194,7 @@ def parameters_of(model: Any, names: tuple[str, ...]) -> int:
 
 
 def tables(figures: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and lines of every table; printed figures in brackets."""
+    """Return title, header and lines of every table; printed figures in brackets."""
     found = []
     for model in figures["settings"]["models"]:
         header = ["top k layers", "M in training", "M bundled", "MB bundled", "G MACs in training", "G MACs bundled"]
@@ -233,7 +233,7 @@ def _uptrained(row: dict[str, Any]) -> list[str]:
 
 
 def render(figures: dict[str, Any]) -> str:
-    """The Markdown page."""
+    """Render the Markdown page."""
     lines = [
         "# Parameters and products, counted",
         "",
@@ -257,7 +257,7 @@ def render(figures: dict[str, Any]) -> str:
 
 
 def _differences(figures: dict[str, Any], title: str) -> list[str]:
-    """How far the printed figures are from the counted ones, of the rows that have both."""
+    """Describe the differences between printed and counted figures, for rows that have both."""
     rows = [row for row in figures["uptraining"] if f": {row['model']}," in title and row["k"] and row["printed"]]
     if not rows:
         return []

@@ -1,11 +1,11 @@
-"""How well do random features estimate one output of a layer? Fig. 2 (g, h) of "Scalable Neural Network Kernels".
+"""Errors of one output of a layer estimated by random features: Fig. 2 (g, h) of "Scalable Neural Network Kernels".
 
 python recipes/papers/programs/pointwise.py
 
 One output of a layer with d = 2000 inputs, entries of w and x from Unif(0, 1)/√d: (g) a sine layer sin(w·x + 0.5), by
 universal random features (`urf`); (h) the arc-cosine layer ½ K₁(w, x), by ReLU features. Each feature map is drawn 500
 times. Writes metrics.json and error.png: the mean relative error of one draw and its standard deviation over the number
-of random projections, and the error of the mean of all draws, by which an unbiased estimate is to be judged.
+of random projections, and the error of the mean of all draws, by which to judge an unbiased estimate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "pointwise"
 SINE, ARC_COSINE = "sine layer, urf", "arc-cosine layer, relu"
 BIAS = 0.5
 NORM = 3**-0.5  # of a vector of Unif(0, 1)/√d, for large d
-# Component, its arguments, and what its second tower is told. The sine is one atom of frequency 1, without a fit.
+# Component, its arguments, and those of its second tower. The sine is one atom of frequency 1, without a fit.
 LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor]]] = {
     SINE: (
         "urf",
@@ -46,7 +46,7 @@ LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor]]] = {
 
 
 def options() -> argparse.ArgumentParser:
-    """Sizes, and where the results go."""
+    """Create the parser of the options."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--inputs", type=int, default=2000, help="d (default 2000)")
     counts = [8, 16, 32, 64, 128, 256, 512]
@@ -58,7 +58,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Draw everything and write the results."""
+    """Run all draws and write the results."""
     arguments = options().parse_args(argv)
     hold(arguments.output)
     faults = [f"--projections has {p}; expected at least 1" for p in arguments.projections if p < 1]
@@ -93,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def truth(layer: str, w: torch.Tensor, x: torch.Tensor) -> float:
-    """The output that is estimated."""
+    """Return the output to be estimated."""
     if layer == SINE:
         return float(torch.sin(w @ x + BIAS))
     cosine = (w @ x / (w.norm() * x.norm())).clamp(-1, 1)
@@ -102,7 +102,7 @@ def truth(layer: str, w: torch.Tensor, x: torch.Tensor) -> float:
 
 
 def relative_errors(layer: str, w: torch.Tensor, x: torch.Tensor, projections: int, draws: int) -> torch.Tensor:
-    """Of Φ(x)·Ψ(w) against the truth, (draws,); every draw has a seed of its own."""
+    """Return relative errors of Φ(x)·Ψ(w), (draws,); every draw has its own seed."""
     component, arguments, told = LAYERS[layer]
     found = []
     for seed in range(draws):
@@ -114,7 +114,7 @@ def relative_errors(layer: str, w: torch.Tensor, x: torch.Tensor, projections: i
 
 
 def row(layer: str, projections: int, errors: torch.Tensor) -> dict[str, Any]:
-    """Figures of all draws of one size."""
+    """Return the figures of all draws of one size."""
     return {
         "layer": layer,
         "projections": projections,

@@ -1,4 +1,4 @@
-"""Pretrain a small BERT from scratch by hidden word pieces, with softmax or any linear attention, for fine-tuning.
+"""Pretrain a small BERT from scratch by masked language modelling, with softmax or any linear attention.
 
     python recipes/papers/programs/pretrain_mlm.py recipes/papers/configs/pretrain_mlm.yaml
     python recipes/papers/programs/pretrain_mlm.py \\
@@ -7,15 +7,15 @@
     python recipes/papers/programs/finetune_kernel.py recipes/papers/configs/kernels/rte.yaml data.dir=path/to/glue \\
         model.name_or_path=runs/kernels/pretraining/posrf_gmm/seed0/model
 
-Learning the Transformer Kernel, section 3.3: what attention learns of its kernel is kept for the task behind. The text
-is WikiText-103 in its official layout (task=wikitext), IMDb, film reviews, or what needs no files, docstrings of
-Python's standard library; a vocabulary of word pieces is made from it. The run leaves model/: the encoder as
-transformers writes it, with its tokenizer, and in it attention/, which finetune_kernel.py puts back.
+Learning the Transformer Kernel, section 3.3: the learned kernel of attention is kept for fine-tuning. The text is
+WikiText-103 in its official layout (task=wikitext), IMDb, film reviews, or, without any files, docstrings of Python's
+standard library; a WordPiece vocabulary is built from it. The run writes model/: the encoder as transformers saves it,
+with its tokenizer, and in it attention/, which finetune_kernel.py puts back.
 
 Settings are `section.key=value`; `--help` lists them. A run killed at any moment continues with `--resume` and ends
-with the same weights, bit for bit, as one that was never interrupted (on the same number of threads; with a schedule
-that falls and train.max_cpu_minutes, the rate follows the processor's time). SIGTERM and Ctrl-C save first (exit codes
-143, 130) and tell the command that continues.
+with the same weights, bit for bit, as one that was never interrupted (on the same number of threads; with a decaying
+schedule and train.max_cpu_minutes, the rate follows the CPU time). SIGTERM and Ctrl-C save first (exit codes 143, 130)
+and print the command that continues.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from snnk_cli.launch import launch
 
 
 class PretrainMasked(Training[MaskedConfig]):
-    """A small BERT on one text."""
+    """Experiment that pretrains a small BERT on one text."""
 
     settings, program = MaskedConfig, "papers/programs/pretrain_mlm.py"
 
     def data(self, accelerator: Any) -> Data:
-        """A vocabulary from the training text, windows of this text and of the held-out one."""
+        """Build a vocabulary from the training text, and windows of this text and of the held-out one."""
         data, seed = self.config.data, self.config.train.seed
         train, held_out = read_texts(self.config.task, data.dir)
         self.tokenizer = tokenizer = train_tokenizer(train, data.vocabulary, data.positions)
@@ -55,7 +55,7 @@ class PretrainMasked(Training[MaskedConfig]):
         )
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """Freshly initialised; all of it is trained but sinusoidal positions."""
+        """Build a freshly initialised model; all of it is trained except sinusoidal positions."""
         config, vocabulary = self.config, len(self.tokenizer)
         return build_masked(config.model, config.method, vocabulary, config.data.positions, config.train.seed)
 
@@ -66,12 +66,12 @@ class PretrainMasked(Training[MaskedConfig]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Held-out loss in nats per hidden piece, the smallest is best, and the share of them that is guessed."""
+        """Return the held-out loss in nats per masked piece, the smaller the better, and the masked accuracy."""
         size = self.config.train.eval_batch_size
         return masked_scores(model, splits["held out"], size, accelerator.device, stopped)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """model/, how well it guesses, and what a step costs."""
+        """Write model/; return its scores, and the cost of a step."""
         model: Any = done.model
         metrics = done.best["metrics"]
         texts: Any = {"train": done.data.train, **done.data.splits}
@@ -99,7 +99,7 @@ class PretrainMasked(Training[MaskedConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Pretrain a model; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(PretrainMasked, __doc__, argv)
 
 

@@ -1,13 +1,13 @@
-"""What did attention learn of its kernel? Eigenvalues of learned covariances ("Learning the Transformer Kernel").
+"""The kernels that attention learned: eigenvalues of learned covariances ("Learning the Transformer Kernel").
 
     python recipes/papers/programs/spectra.py runs/draws/sparsity_50/*_gmm/seed* --output spectra
     python recipes/papers/programs/spectra.py runs/kernels/pretraining/posrf_gmm/seed* --output spectra
     python recipes/papers/programs/spectra.py --render --output spectra
 
-Of each layer and head, the eigenvalues of the covariance of the rows ω (`lib/spectra.py` says which, by projection),
-as in the paper's Tables 4 and 9 to 12, and of each spectrum the effective rank exp(−Σ p log p), p = λ/Σλ, and the
-condition number. Rows that do not learn are N(0, I): eigenvalues 1, rank d, condition 1.
-Runs that differ in the seed alone are one model on the page, with the spectra of all.
+For each layer and head, the eigenvalues of the covariance of the rows ω (`lib/spectra.py` defines it by projection), as
+in the paper's Tables 4 and 9 to 12, and for each spectrum the effective rank exp(−Σ p log p), p = λ/Σλ, and the
+condition number. Rows that are not learned are N(0, I): eigenvalues 1, rank d, condition 1.
+Runs that differ only in the seed are one model on the page, with the spectra of all.
 
 Folders are runs of train_lra.py (their best checkpoint), pretrain_mlm.py, finetune.py and finetune_kernel.py, the
 model/ or bundle/ of one, or other folders of transformers. Writes metrics.json, README.md and eigenvalues.png, which
@@ -43,18 +43,18 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
 
 ROOT = Path(__file__).resolve().parents[3]
-EXACT = 1e-12  # of the largest eigenvalue: a smaller one is rounding
+EXACT = 1e-12  # share of the largest eigenvalue below which one is rounding error
 
 
 def options() -> argparse.ArgumentParser:
-    """What is looked at, and where the results go."""
+    """Create the parser of the options."""
     made = page_options(__doc__, None, "eigenvalues.png")
     made.add_argument("folders", type=Path, nargs="*", metavar="FOLDER", help="runs or models")
     return made
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and write; 0 done, 2 what was given does not do."""
+    """Measure and write; returns 0 if done, 2 for wrong input."""
     arguments = options().parse_args(argv)
     return guarded(lambda: work(arguments))
 
@@ -68,7 +68,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def measure(folders: Sequence[Path]) -> dict[str, Any]:
-    """All figures."""
+    """Compute all figures."""
     faults = [f"{folder} is no folder; expected a run or a model" for folder in folders if not folder.is_dir()]
     if not folders:
         faults = ["no folder was given; expected runs or models, or --render for what is in --output already"]
@@ -83,7 +83,7 @@ def measure(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """The ends of the paths, with as many parts as tell them apart; the same folder is not given twice."""
+    """Return the shortest ends of the paths that distinguish them; the same folder must not be given twice."""
     parts = [folder.resolve().parts for folder in folders]
     if len(set(parts)) < len(parts):
         raise ConfigError("a folder was given twice; expected different ones")
@@ -92,7 +92,7 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 
 def layers(folder: Path) -> list[dict[str, Any]]:
-    """The learned maps of a model by layer, in its order."""
+    """Return the learned maps of a model by layer, in its order."""
     sites = learned_sites(load_folder(folder))
     places = {site: place(site) for site in sites}
     if len(set(places.values())) < len(places):
@@ -114,7 +114,7 @@ def layers(folder: Path) -> list[dict[str, Any]]:
 
 
 def place(site: str) -> str:
-    """ "layer 2" for the name of a module with the first number 1, as papers count; and what else tells it apart."""
+    """Return "layer 2" for a module name with the first number 1, as papers count, and any distinguishing suffix."""
     number = next((int(part) + 1 for part in site.split(".") if part.isdecimal()), 1)
     end = re.search(r"(?:\.terms\.(\d+))?(\.key_maps)?$", site)
     assert end is not None  # it matches the empty end
@@ -123,7 +123,7 @@ def place(site: str) -> str:
 
 
 def figures_of(head: torch.Tensor) -> dict[str, Any]:
-    """What there is to say about the spectra ([components,] d) of a head."""
+    """Return all figures of the spectra ([components,] d) of a head."""
     found = head.reshape(-1, head.shape[-1])
     found = torch.where(found > EXACT * found[:, :1], found, 0)
     return {
@@ -132,18 +132,18 @@ def figures_of(head: torch.Tensor) -> dict[str, Any]:
         "maximum": float(found.max()),
         "mean": float(found.mean()),
         "effective_rank": effective_rank(found).tolist(),
-        # None is infinite, of a matrix without an inverse.
+        # None is infinite, for a singular matrix.
         "condition": [None if low == 0 else high / low for high, low in found[:, [0, -1]].tolist()],
     }
 
 
 def seeds_of(figures: dict[str, Any]) -> dict[str, list[list[dict[str, Any]]]]:
-    """The layers of each model, once for every seed."""
+    """Return the layers of each model, once for every seed."""
     return by_model({model["model"]: model["layers"] for model in figures["models"]})
 
 
 def draw(figures: dict[str, Any], file: Path) -> None:
-    """All spectra, one panel per layer."""
+    """Plot all spectra, one panel per layer."""
     rows: dict[str, dict[str, list[list[float]]]] = {}
     for name, models in seeds_of(figures).items():
         rows[name] = {}
@@ -154,7 +154,7 @@ def draw(figures: dict[str, Any], file: Path) -> None:
 
 
 def line(heads: Sequence[dict[str, Any]]) -> list[str]:
-    """Minimum, maximum, mean, effective rank (mean) and condition (median) over heads and components, in words."""
+    """Format minimum, maximum, mean, effective rank (mean) and condition (median) over heads and components."""
     means = [head["mean"] for head in heads]
     ranks = [rank for head in heads for rank in head["effective_rank"]]
     conditions = sorted(math.inf if value is None else value for head in heads for value in head["condition"])
@@ -172,7 +172,7 @@ COLUMNS = ["minimum", "maximum", "mean", "effective rank", "condition"]
 
 
 def summary(figures: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Header and lines: each model over all layers and heads, and the same draws before they learned."""
+    """Return header and lines: each model over all layers and heads, and the same draws before training."""
     lines = []
     for name, models in seeds_of(figures).items():
         layers = [layer for one in models for layer in one]
@@ -186,7 +186,7 @@ def summary(figures: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def render(figures: dict[str, Any]) -> str:
-    """The Markdown page."""
+    """Render the Markdown page."""
     error = 2 / figures["rows_per_dimension"] ** 0.5
     lines = [
         "# Eigenvalues of learned covariances",

@@ -1,17 +1,17 @@
-"""A Llama-like language model with linear attention, from nothing: trained, bundled, reloaded, generating.
+"""A Llama-like language model with linear attention, from scratch: trained, bundled, reloaded, generating.
 
     python recipes/papers/programs/tiny_llama.py --output runs/tiny_llama  about four minutes on one core
     python recipes/papers/programs/tiny_llama.py --output runs/mine --text book.txt --steps 2000 --near-field 32
 
 Two layers of width 128, rotary positions, 4 query heads over 2 key heads, one token per byte. All layers get linear
-attention (positive random features over orthogonal rows) before training; all weights are trained. The text is what
-every machine has: sentences from the docstrings of Python's standard library, held out by module
-(snnk_peft/tasks/stdlib_docs.py); of a --text the last tenth is held out. The result is loaded in a fresh process, where
+attention (positive random features over orthogonal rows) before training; all weights are trained. The text is on
+every machine: sentences from the docstrings of Python's standard library, held out by module
+(snnk_peft/tasks/stdlib_docs.py); of --text, the last tenth is held out. The result is loaded in a fresh process, where
 it generates with a cache of constant size, next to the usual one that keeps all keys.
 
 `--output` receives bundle/ (loads with AutoModelForCausalLM), metrics.json and learning_curve.png beside the records of
 the run. A run killed at any moment continues with `--resume`; SIGTERM and Ctrl-C save first (exit codes 143, 130) and
-tell the command that continues.
+print the command that continues.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ HELD_OUT = 64  # windows that the loss is measured on
 
 @dataclass
 class TextSection:
-    """What is read."""
+    """The text to read."""
 
     train_file: str | None = option(None, "UTF-8 text; null: docstrings of the standard library")
 
 
 @dataclass
 class AttentionSection:
-    """What replaces softmax."""
+    """The attention that replaces softmax."""
 
     component: str = option("posrf", "component function of the feature map")
     projection: str = option("orf", "its weight matrix")
@@ -74,7 +74,7 @@ class LanguageTrain(StepSettings):
 
 @dataclass
 class LanguageOutput:
-    """Where the run folder goes and what the model is asked for."""
+    """The run folder, and the prompt of the sample."""
 
     dir: str = option(MISSING, "the run folder")
     prompt: str = option("Return the ", "what the sample starts with")
@@ -83,7 +83,7 @@ class LanguageOutput:
 
 @dataclass
 class TinyLlamaConfig:
-    """The settings of a run, as its folder keeps them; on the command line they are options."""
+    """The settings of a run as stored in its folder; on the command line they are options."""
 
     output: LanguageOutput
     task: str = option("language", "the kind of run", choices=("language",))
@@ -93,7 +93,7 @@ class TinyLlamaConfig:
 
 
 class TinyLlama(Experiment[TinyLlamaConfig]):
-    """All layers get linear attention before training, and all weights are trained."""
+    """Experiment whose layers all get linear attention before training, and whose weights are all trained."""
 
     settings, program = TinyLlamaConfig, "papers/programs/tiny_llama.py"
     advice = "Try more features or another --component."
@@ -111,7 +111,7 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
         return Data(ByteWindows(train, WINDOW), {"held out": ByteWindows(test, WINDOW)})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """An untrained Llama whose softmax attention is exchanged at once."""
+        """Build an untrained Llama whose softmax attention is replaced at once."""
         part = AttentionPart(**asdict(self.config.attention))
         config = SNNKConfig(attention=part, modules_to_save=[], seed=self.config.train.seed)
         model = get_snnk_model(LlamaForCausalLM(llama_config()), config)
@@ -119,11 +119,11 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
         return model
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
-        """AdamW with a short memory, as is usual for language models."""
+        """Create AdamW with a short memory, as is usual for language models."""
         return make_optimizer(model, self.config.train, beta2=0.95)
 
     def schedule(self, per_epoch: int) -> Schedule:
-        """A rise, under a cosine that falls to a tenth from the first step on; ten evaluations and one before."""
+        """Return a warm-up, capped by a cosine that decays to a tenth; ten evaluations and one before training."""
         steps, peak = self.config.train.steps, self.config.train.learning_rate
         rise = learning_rate("constant_with_warmup", peak, max(1, steps // 20), steps)
         fall = learning_rate("cosine_with_min_lr", peak, 0, steps, min_lr_rate=0.1)
@@ -137,12 +137,12 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
     def score(
         self, model: torch.nn.Module, splits: dict[str, ExampleSet], accelerator: Any, stopped: Callable[[], bool]
     ) -> dict[str, float] | None:
-        """Held-out loss; the best model has the smallest."""
+        """Return the held-out loss; the best model has the smallest."""
         bits = bits_per_byte(model, splits["held out"], HELD_OUT, BATCH, accelerator.device, stopped)
         return None if bits is None else {"score": -bits, "bits_per_byte": bits}
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """A plain transformers model, loaded again by a fresh process, which generates and takes the time."""
+        """Write a plain transformers model, which a fresh process loads again to generate and to time."""
         config, held_out = self.config, done.data.splits["held out"]
         small = bundle(done.model)
         write_folder(done.folder / "bundle", small.save_pretrained)
@@ -200,7 +200,7 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, bundle, reload, measure, write; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143)."""
+    """Train, bundle, reload, measure; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder to write; must not exist, or see --overwrite")
     parser.add_argument("--overwrite", action="store_true", help="replace the results of an earlier run")
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> TinyLlama:
-    """The run that the options ask for; a ConfigError with all that can be wrong before the work starts."""
+    """Build the run that the options describe; a ConfigError with all faults that can be found before the work."""
     train = LanguageTrain(
         steps=arguments.steps,
         seed=arguments.seed,
@@ -258,7 +258,7 @@ def prepare(arguments: argparse.Namespace) -> TinyLlama:
 
 
 def llama_config() -> LlamaConfig:
-    """Two layers of width 128; bytes are tokens, and 0, which text does not contain, is padding."""
+    """Return a config of two layers of width 128; bytes are tokens, and 0, which text does not contain, is padding."""
     return LlamaConfig(
         vocab_size=256,
         hidden_size=128,

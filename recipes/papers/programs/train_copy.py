@@ -6,10 +6,10 @@
     python recipes/papers/programs/train_copy.py recipes/papers/configs/copy/copy.yaml \\
         "method.attention={component: elu, projection: identity, near_field: 64, sum_of: [{projection: orf}]}"
 
-The task of the papers on linear attention (Katharopoulos et al. 2020; FMMformer, Nguyen et al. 2021): "0 w 0 w", made
-without files (papers/lib/copies.py); the loss is that of the second copy. The score is the share of its tokens that
-are right, on sequences that were never seen. A near field that is wider than the distance between the copies sees the
-answer; linear attention must find it by position with no more than its features.
+The task of the papers on linear attention (Katharopoulos et al. 2020; FMMformer, Nguyen et al. 2021): "0 w 0 w",
+generated (papers/lib/copies.py); the loss is that of the second copy. The score is the share of its tokens that are
+right, on unseen sequences. A near field that is wider than the distance between the copies sees the answer; linear
+attention must find it by position with its features alone.
 
 Settings are `section.key=value`; `--help` lists them. output.dir receives metrics.json, learning_curve.png and
 checkpoints. A run killed at any moment continues with `--resume` and ends with the same weights, bit for bit.
@@ -55,7 +55,7 @@ class CopyData:
 
 @dataclass
 class CopyModel(ModelSizes):
-    """The decoder, made from scratch: GPT-2's layout, with a learned vector for every position and no dropout."""
+    """The decoder, trained from scratch: GPT-2's layout, with learned positions and no dropout."""
 
     hidden_dim: int = option(256, "width of the feed-forward blocks", low=1)
 
@@ -75,7 +75,7 @@ class CopyTrain(LongRangeTrain):
 
 @dataclass
 class CopyConfig:
-    """Everything this recipe reads."""
+    """All settings of this recipe."""
 
     output: RunOutput
     task: str = option("copy", "what is learned", choices=("copy",))
@@ -86,7 +86,7 @@ class CopyConfig:
 
 
 class TrainCopy(Training[CopyConfig]):
-    """One decoder, one attention."""
+    """Experiment that trains one decoder with one attention."""
 
     settings, program = CopyConfig, "papers/programs/train_copy.py"
 
@@ -98,7 +98,7 @@ class TrainCopy(Training[CopyConfig]):
         return Data(train, {"validation": validation}, {"test": test})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """A decoder freshly initialised, whose attention is exchanged at once; all of it is trained."""
+        """Build a freshly initialised decoder whose attention is replaced at once; all of it is trained."""
         config, sizes = self.config, self.config.model
         layout = GPT2Config(
             vocab_size=config.data.symbols + 1,
@@ -122,11 +122,11 @@ class TrainCopy(Training[CopyConfig]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Right tokens of the second copy, and second copies without a wrong one."""
+        """Return the shares of right tokens of the second copy, and of flawless second copies."""
         return copy_scores(model, splits, self.config.train.eval_batch_size, accelerator, stopped)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """Scores of the checkpoint that is best on validation, and what a step costs."""
+        """Return scores of the checkpoint that is best on validation, and the cost of a step."""
         return {
             "accuracy": done.test["accuracy"],
             "whole_sequences": done.test["whole"],
@@ -144,7 +144,7 @@ class TrainCopy(Training[CopyConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Train the decoder; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(TrainCopy, __doc__, argv)
 
 

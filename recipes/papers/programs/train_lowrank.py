@@ -1,4 +1,4 @@
-"""Train a network for pictures with low-rank layers, from scratch or from pretrained weights.
+"""Train an image classifier with low-rank layers, from scratch or from pretrained weights.
 
     python recipes/papers/programs/train_lowrank.py \\
         recipes/papers/configs/lowrank/cifar10_resnet20.yaml data.dir=path/to/cifar10
@@ -11,7 +11,7 @@
 
 Settings are `section.key=value`; `--help` lists them. A run killed at any moment continues with `--resume` and ends
 with the same weights, bit for bit, as one that was never interrupted (on the same number of threads). SIGTERM and
-Ctrl-C save first (exit codes 143, 130) and tell the command that continues.
+Ctrl-C save first (exit codes 143, 130) and print the command that continues.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from snnk_cli.task_settings import completed, find_task
 
 
 class LowRankTraining(Training[LowRankConfig]):
-    """A convolutional network or a ViT on an `ImageTask` of `data.TASKS`."""
+    """Experiment that trains a convolutional network or a ViT on an `ImageTask` of `data.TASKS`."""
 
     settings, program = LowRankConfig, "papers/programs/train_lowrank.py"
 
@@ -65,13 +65,13 @@ class LowRankTraining(Training[LowRankConfig]):
         return Data(examples, splits)
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """Made dense, then low-rank; everything in use is trained."""
+        """Build the dense network, then make it low-rank; everything in use is trained."""
         base: Any = dense_model(self.config.model, self.task)
         if hasattr(base, "config"):
             modality_of(self.task).check(base, self.reader, self.config.data)
         self.dense_parameters = sum(value.numel() for value in base.parameters())
         model, self.init_seconds = low_rank_model(base, self.config.method, self.config.train.seed, resumed)
-        # The factors of a continued run are no longer those of its start.
+        # The factors of a resumed run are no longer those of its start.
         self.init_errors = None if resumed else init_errors(model)
         return model
 
@@ -79,17 +79,17 @@ class LowRankTraining(Training[LowRankConfig]):
         return make_optimizer(model, self.config.train, self.config.method.frobenius_decay)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """The score of the best checkpoint, and what the network and its initialisation cost."""
+        """Return the score of the best checkpoint, and the costs of the network and its initialisation."""
         state, best = done.state, done.best
         errors = rebuilt_errors(self.config) if self.init_errors is None else self.init_errors
         return {
             "score": best["score"],
             "metrics": best["metrics"],
             "best_epoch": best["step"] / done.per_epoch,
-            "total_parameters": done.counts["trainable"],  # the dense layers that were replaced are not in use
+            "total_parameters": done.counts["trainable"],  # replaced dense layers are not in use
             "dense_parameters": self.dense_parameters,
             "init_seconds": self.init_seconds,
-            # What the start misses of each dense layer's output; none of a dense network.
+            # Error of the start against each dense layer's output; none for a dense network.
             **({"init_error": sum(errors.values()) / len(errors), "init_errors": errors} if errors else {}),
             "seconds_per_epoch": state.train_seconds / state.step * done.per_epoch,
             "device": str(done.device),
@@ -97,7 +97,7 @@ class LowRankTraining(Training[LowRankConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Train the network; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(LowRankTraining, __doc__, argv)
 
 

@@ -8,10 +8,10 @@
     python recipes/papers/programs/train_lra.py \\
         recipes/papers/configs/lra/listops.yaml method.attention=performer_pytorch  (a peer library)
 
-Settings are `section.key=value`; `--help` lists them. The checkpoint with the best validation score is the one whose
-test accuracy is reported. A run killed at any moment continues with `--resume` and ends with the same weights, bit for
+Settings are `section.key=value`; `--help` lists them. The test accuracy reported is that of the checkpoint with the
+best validation score. A run killed at any moment continues with `--resume` and ends with the same weights, bit for
 bit, as one that was never interrupted (on the same number of threads). SIGTERM and Ctrl-C save first (exit codes 143,
-130) and tell the command that continues.
+130) and print the command that continues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from snnk_cli.terminal import read_log
 
 
 class LongRange(Training[LongRangeConfig]):
-    """A small encoder from scratch on a `SequenceTask` of `data.TASKS`."""
+    """Experiment that trains a small encoder from scratch on a `SequenceTask` of `data.TASKS`."""
 
     settings, program = LongRangeConfig, "papers/programs/train_lra.py"
 
@@ -54,12 +54,12 @@ class LongRange(Training[LongRangeConfig]):
         return Data(splits["train"], {"validation": splits["validation"]}, {"test": splits["test"]})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """An encoder with a head, freshly initialised; all of it is trained."""
+        """Build a freshly initialised encoder with a head; all of it is trained."""
         config = self.config
         return build_classifier(self.task, config.model, config.method, self.max_length, config.train.seed)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """Test accuracy of the checkpoint that is best on validation, how it got there, and what a step costs."""
+        """Return test accuracy of the checkpoint best on validation, the learning curve, and the cost of a step."""
         rows = read_log(done.folder / "log.jsonl")
         return {
             "accuracy": done.test["accuracy"],
@@ -78,7 +78,7 @@ class LongRange(Training[LongRangeConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Train the encoder; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(LongRange, __doc__, argv)
 
 

@@ -1,4 +1,4 @@
-"""Train a perceptron of three layers on numbers or small pictures: its second layer dense, SNNK or of low rank.
+"""Train an MLP of three layers on numbers or small images, with a dense, SNNK or low-rank second layer.
 
     python recipes/papers/programs/train_mlp.py recipes/papers/configs/mlp/mnist.yaml data.dir=path/to/mnist
     python recipes/papers/programs/train_mlp.py \\
@@ -7,8 +7,8 @@
         recipes/papers/configs/mlp/higgs.yaml data.dir=path/to/higgs method.kind=low_rank
 
 SNNK paper, sections 4.2 and G.1.3 (MNIST), F and H.5 (CoverType, HIGGS, HEPMASS). Columns are standardised by the
-training rows. The epoch is chosen on the validation rows, or where the data have none on a tenth of the training rows,
-which is held back; the test rows are scored once. A run killed at any moment continues with `--resume`.
+training rows. The epoch is chosen on the validation rows or, without any, on a tenth of the training rows, which is
+held back; the test rows are scored once. A run killed at any moment continues with `--resume`.
 
 Settings are `section.key=value`; `--help` lists them.
 """
@@ -64,7 +64,7 @@ class MlpModel:
 
 @dataclass
 class MlpMethod:
-    """What the second layer is."""
+    """The kind of the second layer."""
 
     kind: str = option("snnk", "the second layer; low_rank gets as many numbers as snnk would", choices=KINDS)
     snnk: dict[str, Any] | None = option(
@@ -73,20 +73,20 @@ class MlpMethod:
 
     @property
     def features(self) -> dict[str, Any]:
-        """What `snnk` means."""
+        """The fields of the feature map, with defaults."""
         return {"component": "relu", "projection": "gaussian", "num_features": 32, **(self.snnk or {})}
 
     def check(self) -> list[str]:
         return feature_faults(self.features)
 
     def label(self) -> str:
-        """The kind, of SNNK with its features."""
+        """Return the kind or, for SNNK, the features."""
         return feature_label(self.features) if self.kind == "snnk" else self.kind
 
 
 @dataclass
 class MlpTrain(TrainSection):
-    """The optimisation; the paper has Adam with rate 1e-3 and batches of 32."""
+    """The optimisation; the paper uses Adam with rate 1e-3 and batches of 32."""
 
     weight_decay: float = option(0.0, "decoupled, of matrices", low=0, high=10)
     epochs: int = option(25, "passes over the training data", low=1)
@@ -94,7 +94,7 @@ class MlpTrain(TrainSection):
 
 @dataclass
 class MlpConfig:
-    """Everything this recipe reads."""
+    """All settings of this recipe."""
 
     output: RunOutput
     task: str = option(MISSING, "a data set (recipes/data) whose examples are rows of numbers, or small pictures")
@@ -109,7 +109,7 @@ class MlpConfig:
 
 
 class TrainMlp(Training[MlpConfig]):
-    """A perceptron on a `ColumnsTask`, or on an `ImageTask` pixel by pixel."""
+    """Experiment that trains an MLP on a `ColumnsTask`, or on an `ImageTask` pixel by pixel."""
 
     settings, program = MlpConfig, "papers/programs/train_mlp.py"
 
@@ -132,7 +132,7 @@ class TrainMlp(Training[MlpConfig]):
         return Data(parts["train"], {"validation": parts["validation"]}, {"test": parts["test"]})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """The perceptron, freshly initialised; all of it is trained but the rows of the features."""
+        """Build a freshly initialised MLP; all of it is trained except the rows of the features."""
         model, method = self.config.model, self.config.method
         given: dict[str, Any] = {"snnk": method.features} if method.kind == "snnk" else {}
         if method.kind == "low_rank":
@@ -141,7 +141,7 @@ class TrainMlp(Training[MlpConfig]):
         return Perceptron(*sizes, seed=self.config.train.seed, **given)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """The test score of the best checkpoint, and what is left of the network when it is bundled."""
+        """Return the test score of the best checkpoint, and the size of the bundled network."""
         network: Any = done.model
         batch = next(iter(done.data.test.values())).batch([0], done.device)
         bundled = network.bundled()
@@ -163,7 +163,7 @@ class TrainMlp(Training[MlpConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as the command line says; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Train the MLP; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(TrainMlp, __doc__, argv)
 
 

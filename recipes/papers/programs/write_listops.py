@@ -1,10 +1,10 @@
-"""Write ListOps files of any length: shorter ones than the benchmark's can be learned in minutes on a CPU.
+"""Write ListOps files of any length: expressions shorter than the benchmark's can be learned in minutes on a CPU.
 
     python recipes/papers/programs/write_listops.py --output runs/listops_short --min-length 50 --max-length 250
     python recipes/papers/programs/train_lra.py \\
         recipes/papers/configs/lra/listops.yaml data.dir=runs/listops_short data.max_length=250
 
-The files are the official ones in form (basic_{train,val,test}.tsv), and the same for the same arguments. Without
+The files have the official format (basic_{train,val,test}.tsv), and are the same for the same arguments. Without
 options they are the published task: 96,000 training expressions of more than 500 and fewer than 2,000 tokens.
 """
 
@@ -24,7 +24,7 @@ from snnk_peft.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the files; 0 done, 2 wrong input."""
+    """Write the files; returns 0 if done, 2 for wrong input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     parser.add_argument("--train", type=int, default=96000, help="training expressions (96000)")

@@ -1,9 +1,9 @@
-"""The factors that suit the layer's real inputs: the activation-aware SVD, and from it the risk over these inputs.
+"""The best factors for the layer's real inputs: the activation-aware SVD, followed by minimising the risk over these.
 
-Inputs with covariance C = RRᵀ and mean μ are R z + μ, so a layer W with bias b is one of weight W R and bias b + Wμ on
-z. For f = identity and z of any distribution its SVD is the best there is (C and μ are all that counts); for other f,
-the exact minimum for Gaussian z is the start of L-BFGS on the inputs themselves. InputMoments, which have no inputs to
-go over, end with that minimum. A layer without bias gets none, and E xxᵀ takes the place of the covariance.
+Inputs with covariance C = RRᵀ and mean μ are R z + μ, so a layer W with bias b is one with weight W R and bias b + Wμ
+on z. For f = identity and z of any distribution its SVD is optimal (only C and μ matter); for other f, L-BFGS on the
+inputs themselves starts from the exact minimum for Gaussian z. With InputMoments, which hold no inputs, this minimum is
+the result. A layer without bias gets none, and E xxᵀ replaces the covariance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEPS = 100
 
 @LOW_RANK_INITS.register("data")
 def data(problem: Problem) -> Solution:
-    """Minimises the mean of ‖f(UVᵀx + b') − f(Wx + b)‖² over the inputs."""
+    """Minimise the mean of ‖f(UVᵀx + b') − f(Wx + b)‖² over the inputs."""
     assert problem.inputs is not None  # checked with all else
     start = _gaussian(problem)
     if isinstance(problem.inputs, InputMoments) or problem.nonlinearity is NONLINEARITIES["identity"]:
@@ -32,11 +32,11 @@ def data(problem: Problem) -> Solution:
 
 
 def _gaussian(problem: Problem) -> Solution:
-    """The minimum over Gaussian inputs with the mean and covariance of the real ones."""
+    """Minimise the risk over Gaussian inputs with the mean and covariance of the real ones."""
     inputs, bias = problem.inputs, problem.bias
     moments = inputs if isinstance(inputs, InputMoments) else InputMoments.of(inputs)  # type: ignore[arg-type]
     root, inverse = moments.root(centred=bias is not None)
-    # Inputs may vary in fewer directions than the rank; the others do not matter.
+    # Inputs may vary in fewer directions than the rank; the other directions do not matter.
     rank = min(problem.rank, root.shape[1])
     shifted = None if bias is None else bias + problem.weight @ moments.mean
     white = dataclasses.replace(problem, weight=problem.weight @ root, bias=shifted, rank=rank, inputs=None)

@@ -1,9 +1,9 @@
-"""The factors whose outputs are nearest to those of the layer: the exact risk, minimised by L-BFGS over the subspace.
+"""The factors whose outputs are closest to the layer's: the exact risk, minimised by L-BFGS over the subspace.
 
 Definition 3.3 without samples. With V orthonormal, row i of UVᵀ is best along the projection of w_i (k(ρ) grows with
 ρ), and its norm and bias follow from ρ_i = ‖Vᵀw_i‖/‖w_i‖ (`unit_fit.py`). So the risk is a sum of functions of one ρ_i
-each, and only the subspace has to be searched. It starts from that of the SVD, hence from `spectral_gnorm`, and is
-deterministic.
+each, and only the subspace has to be searched. The search starts from the SVD's subspace, that is from
+`spectral_gnorm`, and is deterministic.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from snnk_peft.low_rank.unit_fit import best_rows, fit_units, profile_risks, ris
 
 @LOW_RANK_INITS.register("function")
 def function(problem: Problem) -> Solution:
-    """Minimises E‖f(UVᵀx + b') − f(Wx + b)‖² over U, V and b'."""
+    """Minimise E‖f(UVᵀx + b') − f(Wx + b)‖² over U, V and b'."""
     return search(problem, problem.svd[2][:, : problem.rank])
 
 
 def search(problem: Problem, start: Tensor) -> Solution:
-    """`function` from the subspace of the columns of `start` (in, rank)."""
+    """Run `function` from the subspace of the columns of `start` (in, rank)."""
     f, weight, target, bias = problem.nonlinearity, problem.weight, problem.norms, problem.bias
     if f is NONLINEARITIES["identity"]:
         return LOW_RANK_INITS["spectral"](problem)

@@ -1,6 +1,6 @@
-"""The starts that the paper compares with, as references.
+"""The initialisations that the paper compares with, as baselines.
 
-baseline            random factors: the start of a low-rank network that does not know W
+baseline            random factors: the initialisation of a low-rank network that does not use W
 kernel_projection   Algorithm 1, which Theorem 2.10 wrongly calls optimal
 nkp, ws_nkp         the paper's own optimiser, Adam on Gaussian samples with the settings of its section 5, from
                     `baseline` and from the SVD (its warm start)
@@ -21,10 +21,10 @@ STEPS = 6 * 128  # epochs of 128 steps
 
 @LOW_RANK_INITS.register("baseline")
 def baseline(problem: Problem) -> Solution:
-    """Normal entries, Var(U_ij) Var(V_ij) rank = mean of W_ij²: UVᵀ has the mean square of the entries of W.
+    """Draw normal entries with Var(U_ij) Var(V_ij) rank = mean of W_ij²: UVᵀ has the mean square of W's entries.
 
-    That is the "Baseline Low-Rank" of section 5 with the variance kept; factors drawn as W itself would shrink or blow
-    up the product.
+    This is the "Baseline Low-Rank" of section 5 with the variance preserved; factors drawn like W itself would shrink
+    or blow up the product.
     """
     weight, rank = problem.weight, problem.rank
     scale = (weight.square().mean() / rank) ** 0.25
@@ -35,12 +35,12 @@ def baseline(problem: Problem) -> Solution:
 
 @LOW_RANK_INITS.register("kernel_projection")
 def kernel_projection(problem: Problem) -> Solution:
-    """W projected on the leading eigenvectors of its nonlinearity kernel."""
+    """Project W onto the leading eigenvectors of its nonlinearity kernel."""
     return Solution(*rebalanced(*project(problem)), problem.bias)
 
 
 def adam_on_samples(problem: Problem, start: Solution) -> Solution:
-    """Adam from `start` on E‖f(UVᵀx + b) − f(Wx + b)‖², a new batch of x ~ N(0, I) in each step; in fp32."""
+    """Run Adam from `start` on E‖f(UVᵀx + b) − f(Wx + b)‖² with a new batch of x ~ N(0, I) in each step; in fp32."""
     f = problem.nonlinearity.function
     weight = problem.weight.float()
     bias = None if problem.bias is None else problem.bias.float()
@@ -61,11 +61,11 @@ def adam_on_samples(problem: Problem, start: Solution) -> Solution:
 
 @LOW_RANK_INITS.register("nkp")
 def nkp(problem: Problem) -> Solution:
-    """NKP from the `baseline` factors."""
+    """Run NKP from the `baseline` factors."""
     return adam_on_samples(problem, LOW_RANK_INITS["baseline"](problem))
 
 
 @LOW_RANK_INITS.register("ws_nkp")
 def ws_nkp(problem: Problem) -> Solution:
-    """NKP from the `spectral` factors."""
+    """Run NKP from the `spectral` factors."""
     return adam_on_samples(problem, LOW_RANK_INITS["spectral"](problem))

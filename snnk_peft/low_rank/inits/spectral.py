@@ -1,7 +1,7 @@
 """The truncated singular value decomposition, U = A√Σ and V = B√Σ (Definition 3.1): best for the weights.
 
-And the same with the rows of UVᵀ brought to the norms that suit the activation, which is never worse. For ReLU, row i
-gets the norm ‖w_i‖ κ(ρ_i) where the SVD leaves ‖w_i‖ ρ_i, with ρ_i = ‖Pw_i‖/‖w_i‖ (gnorm of Theorem 4.2, whose claim
+Also the same with the rows of UVᵀ rescaled to the best norms for the activation, which is never worse. For ReLU, row i
+gets the norm ‖w_i‖ κ(ρ_i) instead of the SVD's ‖w_i‖ ρ_i, with ρ_i = ‖Pw_i‖/‖w_i‖ (gnorm of Theorem 4.2, whose claim
 that this is optimal is false); for other activations see `unit_fit.py`.
 """
 
@@ -16,7 +16,7 @@ from snnk_peft.low_rank.unit_fit import best_rows
 
 @LOW_RANK_INITS.register("spectral")
 def spectral(problem: Problem) -> Solution:
-    """UVᵀ is the matrix of this rank that is nearest to W."""
+    """Return the factors of the matrix UVᵀ of this rank that is closest to W."""
     left, values, right = problem.svd
     r = problem.rank
     return Solution(*balanced(left[:, :r], values[:r], right[:, :r]), problem.bias)
@@ -24,14 +24,14 @@ def spectral(problem: Problem) -> Solution:
 
 @LOW_RANK_INITS.register("spectral_gnorm")
 def spectral_gnorm(problem: Problem) -> Solution:
-    """U rescaled row by row; V is that of the SVD. Few operations: it should cost no more than the SVD."""
+    """Rescale U row by row; V is that of the SVD. The rescaling should cost no more than the SVD."""
     f, target, r = problem.nonlinearity, problem.norms, problem.rank
     left, values, right = problem.svd
     coordinates = left[:, :r] * values[:r]
     lengths = torch.linalg.vector_norm(coordinates, dim=1)
     rho = (lengths / target.clamp_min(1e-150)).clamp(max=1)
     norms, bias = best_rows(f, target, rho, problem.bias)
-    # σ may be 0, where W has a lower rank, and so may be a row.
+    # σ may be 0, if W has a lower rank, and so may a row.
     root = values[:r].sqrt().clamp_min(1e-100)
     along = coordinates / lengths.unsqueeze(1) if lengths.all() else directions(coordinates)
     risks, energies = row_risks(f, norms, target, rho, bias, problem.bias)

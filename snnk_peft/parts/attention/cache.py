@@ -1,17 +1,17 @@
 """RecurrentCache: generation with linear attention in constant memory and constant time per token.
 
-    model.generate(**inputs)                                          # patched models and bundles use it by themselves
+    model.generate(**inputs)                                          # patched models and bundles use it by default
     model.generate(**inputs, past_key_values=RecurrentCache(model))   # one to keep, for the next turn of a conversation
     model.generate(**inputs, past_key_values=DynamicCache(config=model.config))       # all keys kept, as elsewhere
 
-A layer with linear attention holds sums over all earlier keys (RecurrentLayer); a layer that was left with softmax
-attention keeps its keys in an ordinary, growing layer. A forward pass outside `generate` uses the cache that it is
-given, and makes itself a growing one if it is given none.
+A layer with linear attention holds sums over all earlier keys (RecurrentLayer); a layer with softmax attention keeps
+its keys in an ordinary, growing layer. A forward pass outside `generate` uses the given cache, or creates a growing one
+if there is none.
 
-An attention function of transformers does not receive the cache. What it does receive is what the cache's `update`
-returned: here the new keys and values alone, with the RecurrentLayer as an attribute of the keys. The function finds it
-there and lets it compute, with the kernel that is active at that moment, so neither hooks nor global state are needed.
-A model that does not pass the keys on untouched is noticed at the next step.
+An attention function of transformers does not receive the cache, only the results of the cache's `update`: here the new
+keys and values alone, with the RecurrentLayer as an attribute of the keys. The function finds it there and calls it
+with the currently active kernel, so neither hooks nor global state are needed. A model that does not pass the keys on
+unchanged is detected at the next step.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ GROWING = "past_key_values=transformers.DynamicCache(config=model.config)"  # wh
 class RecurrentCache(Cache):
     """A cache whose size does not grow with the number of tokens, for a causal model with linear attention.
 
-    Chunked prefill, beam search, padding on the left, and `copy.deepcopy` of a cache that holds a common prompt work as
-    with other caches, and so does pickling; only cropping does not.
+    Chunked prefill, beam search, left padding, pickling and `copy.deepcopy` of a cache with a common prompt work as
+    with other caches; cropping does not.
 
     Args:
-        model: from `get_snnk_model`, or a bundle. Which layers are linear is read off when the cache is made; a cache
-            made while adapters are disabled is refused.
+        model: from `get_snnk_model`, or a bundle. Linear layers are determined when the cache is created, which is
+            refused while adapters are disabled.
 
     Raises:
-        UnsupportedError: no layer of the model has linear attention at the moment.
+        UnsupportedError: no layer of the model currently has linear attention.
 
     Example:
         >>> import torch
@@ -80,19 +80,19 @@ class RecurrentCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all layers: constant if all are linear and no head keeps softmax."""
+        """Size of all layers in bytes: constant if all are linear and no head keeps softmax."""
         own = sum(layer.nbytes for layer in self.layers if isinstance(layer, RecurrentLayer))
         kept = [getattr(layer, name, None) for layer in self.layers for name in ("keys", "values")]
         return own + sum(tensor.untyped_storage().nbytes() for tensor in kept if tensor is not None)
 
 
 class RecurrentByDefault:
-    """Stands in for a model's `prepare_inputs_for_generation`: the cache that `generate` made becomes a RecurrentCache.
+    """Replacement for `prepare_inputs_for_generation` that turns the cache made by `generate` into a RecurrentCache.
 
-    This method is how transformers lets a model decide about its inputs. Only an empty, growing cache that `generate`
-    made itself is exchanged, and only while some layer is linear; one that the caller gave stays. The assistant of
-    another model gets a growing cache that keeps all keys, since tokens that are not accepted are taken back from it;
-    what tells an assistant is that its first step is not announced as the first.
+    transformers calls this method to let a model choose its inputs. Only an empty, growing cache created by `generate`
+    itself is exchanged, and only while some layer is linear; the caller's own cache stays. The assistant of another
+    model gets a growing cache that keeps all keys, since rejected tokens are cropped from it; an assistant is
+    recognised by a first step that is not flagged as the first.
     """
 
     def __init__(self, model: Any):
@@ -100,7 +100,7 @@ class RecurrentByDefault:
         self.__signature__ = inspect.signature(model.prepare_inputs_for_generation)  # generate asks what it accepts
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Prepare inputs as the model does, with a RecurrentCache where generate would make a cache."""
+        """Prepare inputs as the model does, with a RecurrentCache in place of the cache created by `generate`."""
         cache: Any = kwargs.get("past_key_values")
         made_by_generate = type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False)
         if made_by_generate and not cache.offloading and cache.get_seq_length() == 0:
@@ -114,22 +114,22 @@ class RecurrentByDefault:
 
 
 def use_recurrent_cache(model: Any) -> None:
-    """Let `model.generate` use a RecurrentCache unless it is given another one. Nothing changes for an encoder."""
+    """Let `model.generate` use a RecurrentCache unless another one is given; no change for an encoder."""
     if model.can_generate():
         model.prepare_inputs_for_generation = RecurrentByDefault(model)
 
 
 def release_recurrent_cache(model: Any) -> None:
-    """Undo what `use_recurrent_cache` did."""
+    """Undo `use_recurrent_cache`."""
     if isinstance(vars(model).get("prepare_inputs_for_generation"), RecurrentByDefault):
         del model.prepare_inputs_for_generation
 
 
 def linear_layers(model: nn.Module) -> list[int]:
-    """Indices of the layers whose attention is linear at the moment; none while adapters are disabled.
+    """Return the indices of the layers whose attention is currently linear; none while adapters are disabled.
 
     Raises:
-        ConfigError: an attention module that does not say which layer it is.
+        ConfigError: an attention module without a layer index.
     """
     if not is_linear(getattr(model.config, "_attn_implementation", None)):
         return []
@@ -143,12 +143,13 @@ def linear_layers(model: nn.Module) -> list[int]:
 
 
 def plain_model(model: Any) -> Any:
-    """The transformers model inside a PeftModel, or the model itself."""
+    """Return the transformers model inside a PeftModel, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 class KernelRef:
-    """Which linear attention made the sums: the object itself or, once unpickled, one with equal tensors."""
+    """Reference to the linear attention behind the sums: the object itself or, once unpickled, one with equal
+    tensors."""
 
     def __init__(self, kernel: KernelAttention):
         self._kernel: weakref.ref[KernelAttention] | None = weakref.ref(kernel)
@@ -168,7 +169,7 @@ class KernelRef:
 
 
 def tensors_digest(module: nn.Module) -> str:
-    """Identifies the names and contents of all tensors of a module."""
+    """Compute a digest of the names and contents of all tensors of a module."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     return value_digest({name: tensor_digest(tensor) for name, tensor in tensors})
 
@@ -177,8 +178,8 @@ class RecurrentLayer(CacheLayerMixin):
     """The cache of one layer with linear attention: sums over all keys so far, in at least fp32.
 
     Attributes:
-        state: the sums, the last keys and values of a near field, its sinks, and all keys and values of the heads that
-            keep softmax; None before the first token.
+        state: the sums, the last keys and values of a near field, its sinks, and all keys and values of heads that keep
+            softmax; None before the first token.
     """
 
     is_sliding = False
@@ -194,18 +195,18 @@ class RecurrentLayer(CacheLayerMixin):
         self._maps = KeptMaps()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Remember the device; there is nothing to allocate before the first token."""
+        """Record the device; nothing is allocated before the first token."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Announce new tokens; the attention function, which finds this layer at the keys, adds them to the sums.
+        """Register new tokens, which the attention function, finding this layer at the keys, adds to the sums.
 
         Returns:
             The same keys and values, not those of earlier tokens.
 
         Raises:
-            UnsupportedError: the tokens announced before never reached the attention function.
+            UnsupportedError: the tokens registered before never reached the attention function.
         """
         if not self._attended:
             raise UnsupportedError(
@@ -233,17 +234,17 @@ class RecurrentLayer(CacheLayerMixin):
         scaling: float | None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Attention of the new tokens to all tokens so far; the state then includes them.
+        """Compute the attention of the new tokens to all tokens so far; the state then includes them.
 
         Args:
             kernel: the linear attention in use, or None for softmax.
             query: (B, H, L, d).
             key: (B, G, L, d), from `update`.
             value: (B, G, L, D).
-            mask: (B, earlier + L) bool, True where a key counts; its end is about the new keys.
+            mask: (B, earlier + L) bool, True at keys to attend to; the last L entries are for the new keys.
             causal: must be True.
             scaling: factor on q·k; None for d^-½.
-            positions: (B or 1, L) of the new tokens.
+            positions: (B or 1, L), positions of the new tokens.
 
         Returns:
             (B, H, L, D).
@@ -273,11 +274,11 @@ class RecurrentLayer(CacheLayerMixin):
         return out
 
     def get_seq_length(self) -> int:
-        """Number of tokens seen, padding included."""
+        """Return the number of tokens seen, padding included."""
         return self._seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the mask: it speaks of all tokens, of which only the new ones are still of interest."""
+        """Return length and offset of the mask, which covers all tokens although only the new ones still matter."""
         return self._seen + query_length, 0
 
     def get_max_length(self) -> int:
@@ -303,7 +304,7 @@ class RecurrentLayer(CacheLayerMixin):
         self._change(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Impossible.
+        """Raise an error, since sums cannot be cropped.
 
         Raises:
             UnsupportedError: always, unless there is nothing to remove.
@@ -317,7 +318,7 @@ class RecurrentLayer(CacheLayerMixin):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state; beside it, once per cache, there is a copy of the feature maps."""
+        """Size of the state in bytes, without the copy of the feature maps that exists once per cache."""
         return sum(tensor.untyped_storage().nbytes() for tensor in _tensors(self.state))
 
     def _change(self, change: Callable[[Tensor], Tensor]) -> None:

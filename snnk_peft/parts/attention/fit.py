@@ -1,8 +1,8 @@
 """Fit attention over `centroids`, together with the layer's output projection, which is then part of the adapter.
 
-One pass over the data: of the queries, keys and values of a layer as many sequences are kept, chosen at random, as
-`TOKENS` allows. Everything else is computed from these (solvers/centroids.py), so memory does not depend on the
-number of tokens. What comes in is what the layers converted so far give; the target is the original attention on that.
+One pass over the data: a random sample of sequences of a layer's queries, keys and values is kept, up to `TOKENS`
+tokens. Everything else is computed from these (solvers/centroids.py), so memory does not depend on the number of
+tokens. Inputs come from the layers as converted so far; the target is the original attention on these inputs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MOST = 128  # queries of a sequence when weights are formed
 
 
 class AttentionFitter(Fitter):
-    """Fits the maps of one attention to its softmax, and then the output projection to what is left."""
+    """Fitter of one attention's maps to its softmax, and then of the output projection to the residual."""
 
     calls = True
 
@@ -155,7 +155,7 @@ class AttentionFitter(Fitter):
         return train, test
 
     def _run(self, call: Call) -> None:
-        # A cache would be filled by every call.
+        # Otherwise every call would fill a cache.
         self.module(*call.args, **{key: None if key == "past_key_values" else v for key, v in call.kwargs.items()})
 
     def _maps(self, train: Sample, generator: torch.Generator) -> CentroidMaps:
@@ -184,7 +184,7 @@ class AttentionFitter(Fitter):
                 cast(torch.Tensor, projection.bias).copy_(bias[head])
 
     def _read(self, train: Sample, test: Sample) -> tuple[ErrorMeter, float]:
-        """Refit the projection: ridge regression of what is missing, so that a large ridge leaves the old one."""
+        """Refit the projection by ridge regression of the residual, so that a large ridge leaves the old one."""
         assert self.readout is not None
         assert self.weight is not None
         out, width = self.weight.shape
@@ -208,7 +208,7 @@ class AttentionFitter(Fitter):
         weight = self.weight.double() + step
         bias = offset if self.bias is None or offset is None else self.bias.double() + offset
         self.readout.take(weight, bias)
-        # Whether attention is lost shows in its own output, without what earlier layers got wrong.
+        # The error of attention itself is measured at its own output, without the errors of earlier layers.
         own = Solver(both[0], features, intercept)(target.at(0.0), fit.ridge)
         after, measured = ErrorMeter(), (self.weight + own[0].to(self.weight)).T
         for recorded in test:
@@ -218,7 +218,7 @@ class AttentionFitter(Fitter):
 
 
 class ReadHeads(Slot):
-    """The output projection, with its own weight and bias."""
+    """An output projection with its own weight and bias."""
 
     replaces = True
 
@@ -228,7 +228,7 @@ class ReadHeads(Slot):
             self.linear = copy.deepcopy(linear)
 
     def forward(self, base: Base, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
-        """x (..., heads·d) -> (..., out); PEFT keeps what is trained in fp32, also in a model of half precision."""
+        """x (..., heads·d) -> (..., out); PEFT keeps trained parameters in fp32, also in a half-precision model."""
         return as_a_linear(self.linear(x.to(self.linear.weight.dtype)), x)
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -245,7 +245,7 @@ class ReadHeads(Slot):
 
 
 class HeadsReader:
-    """The output projection of a layer: its path and its slot."""
+    """Path and slot of a layer's output projection."""
 
     def __init__(self, path: str, source: nn.Linear):
         self.path = path

@@ -1,12 +1,12 @@
 """The attention function "snnk_peft" of transformers' AttentionInterface, and the mask function that goes with it.
 
-A model that is switched to it calls this function in every layer. Layers that hold a KernelAttention use it; all
-others, and all of them while adapters are disabled, compute softmax attention as before. The mask function keeps what
-linear attention can honour of a mask: one number per key, which says that it counts, or to which document of a packed
-row it belongs. Softmax layers get their own mask, built from it here.
+A model that is switched to it calls this function in every layer. Layers with a KernelAttention use that; all others,
+and all of them while adapters are disabled, compute softmax attention as before. The mask function reduces a mask to
+what linear attention supports: one entry per key, which marks it as real or gives its document in a packed row. Softmax
+layers get their own mask, built from it here.
 
-Masks speak of all tokens from the first to the last query, in every cache. Keys beyond are slots of a static cache that
-nothing was written to yet; where keys are fewer, a layer with a sliding window has dropped the first ones.
+Masks cover all tokens from the first to the last query, in every cache. Keys beyond these are slots of a static cache
+that are still empty; if there are fewer keys, a layer with a sliding window has dropped the first ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from snnk_peft.parts.attention.softmax import softmax_attention
 
 __all__ = ["NAME", "kernel_attention_forward", "padding_mask", "pairwise_mask"]
 
-# A bundle's code file holds this module too, and must not exchange the functions that the package registered.
+# A bundle's code file contains this module too, and must not replace the functions that the package registered.
 NAME = "snnk_peft" if __name__.startswith("snnk_peft.") else __name__
 CACHE_LAYER = "snnk_cache_layer"  # attribute of keys: the cache layer that they went through (cache.py)
 
@@ -52,16 +52,16 @@ def padding_mask(
     device: torch.device | str | None = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """Reduce a mask to one entry per key, or None where every key counts.
+    """Reduce a mask to one entry per key, or None if there is no padding.
 
     Returns:
-        (batch, tokens) of bool, True for tokens that count; or of int32, the numbers of packed documents. The tokens
-        are all from the first to the last query.
+        (batch, tokens), bool, True for real tokens; or int32, the numbers of packed documents. The tokens are all from
+        the first to the last query.
 
     Raises:
-        UnsupportedError: a mask of another shape or pattern, which linear attention cannot honour.
+        UnsupportedError: a mask of another shape or pattern, which linear attention does not support.
     """
-    # Only what is causal can be packed; masks that are not come with a permission to skip them.
+    # Only causal masks can be packed; other masks come with a permission to skip them.
     bidirectional = mask_function is None or "allow_is_bidirectional_skip" in kwargs
     alike = kv_length == q_length and kv_offset == 0
     alone = attention_mask is None and kv_length == q_length
@@ -83,7 +83,7 @@ def padding_mask(
     mask = attention_mask[:, :end].bool()
     if mask.shape[1] < end:  # keys that the mask does not speak of count
         mask = nn.functional.pad(mask, (0, end - mask.shape[1]), value=True)
-    # Looking costs nothing on a CPU, masking does; an accelerator would have to wait, a graph would keep the answer.
+    # Checking is free on a CPU, masking is not; an accelerator would synchronise, and a graph would bake in the result.
     return None if bidirectional and alike and takes_blocks(mask) and bool(mask.all()) else mask
 
 
@@ -103,19 +103,20 @@ def kernel_attention_forward(
     Attention dropout (on weights that are never formed) does not exist for linear attention and is ignored there.
 
     Args:
-        module: the attention module; says whether it is causal and which KernelAttention is in use.
+        module: the attention module; determines whether it is causal and which KernelAttention is in use.
         query: queries.
         key: keys; from a RecurrentCache they are those of the new tokens, and carry the layer of the cache.
         value: values.
         attention_mask: from `padding_mask`, or None.
         dropout: for softmax layers.
         scaling: factor on q·k.
-        is_causal: overrides what the module says.
-        **kwargs: `output_attentions` asks for the weights; `sliding_window` restricts a softmax layer to a band;
-            `cu_seq_lens_q` and `cu_seq_lens_k` say where packed documents end.
+        is_causal: overrides the module's setting.
+        **kwargs: `output_attentions` requests the weights; `sliding_window` restricts a softmax layer to a band;
+            `cu_seq_lens_q` and `cu_seq_lens_k` give the ends of packed documents.
 
     Raises:
-        UnsupportedError: a mask, a band or a bias that linear attention cannot honour, or weights of too long an input.
+        UnsupportedError: a mask, a band or a bias that linear attention does not support, or weights of too long an
+            input.
     """
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
     if attention_mask is not None and (attention_mask.dim() != 2 or attention_mask.dtype not in (torch.bool, NUMBERS)):
@@ -170,7 +171,7 @@ def kernel_attention_forward(
 
 
 def token_positions(position_ids: torch.Tensor | None, query: torch.Tensor, seen: int) -> torch.Tensor:
-    """(B or 1, L), the positions that the model gave the queries' tokens, the last ones of those seen."""
+    """Return the model's positions of the queries' tokens, the last ones of those seen, (B or 1, L)."""
     length = query.shape[2]
     if position_ids is not None and position_ids.dim() == 2 and position_ids.shape[1] == length:
         return position_ids
@@ -189,7 +190,7 @@ def kernel_attention(
     weights_wanted: bool = False,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(B, L, H, D), and the weights (B, H, L, N) or None; the arguments are those of `softmax_attention`."""
+    """Compute (B, L, H, D), and the weights (B, H, L, N) or None; arguments as for `softmax_attention`."""
     options: dict[str, Any] = {"causal": causal, "scaling": scaling, "positions": positions}
     out = kernel(query, key, value, mask, **options)
     weights = kernel.weights(query, key, mask, **options) if weights_wanted else None
@@ -199,17 +200,17 @@ def kernel_attention(
 def fitted_to_mask(
     key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, all_needed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Keys, values and mask of the same tokens, of which the last are the queries.
+    """Return keys, values and mask of the same tokens, the last of which are the queries'.
 
     Args:
-        key: (B, G, N, d), with the slots of a static cache that nothing was written to yet, or without the tokens that
-            a layer with a sliding window has dropped.
+        key: (B, G, N, d), including empty slots of a static cache, or without the tokens that a layer with a sliding
+            window has dropped.
         value: (B, G, N, D).
         mask: (B, tokens) from `padding_mask`, or None for N tokens.
         all_needed: whether no key may be missing.
 
     Raises:
-        UnsupportedError: one is.
+        UnsupportedError: a needed key is missing.
     """
     if mask is None or mask.shape[1] == key.shape[2]:
         return key, value, mask
@@ -226,7 +227,7 @@ def fitted_to_mask(
 
 
 def active_kernel(module: nn.Module) -> KernelAttention | None:
-    """The KernelAttention in use for an attention module, or None for softmax."""
+    """Return the KernelAttention in use for an attention module, or None for softmax."""
     bundled = getattr(module, "snnk_kernel", None)
     if bundled is not None:
         return bundled
@@ -235,15 +236,15 @@ def active_kernel(module: nn.Module) -> KernelAttention | None:
 
 
 def is_linear(implementation: str | None) -> bool:
-    """Return True if an attention implementation is this one, or its copy in a bundle's code file."""
+    """Return whether an attention implementation is this one, or its copy in a bundle's code file."""
     function = AttentionInterface().get(implementation)
     return getattr(function, "__name__", None) == kernel_attention_forward.__name__
 
 
 def wants_weights(options: dict[str, Any]) -> bool:
-    """Return True if the caller asked for attention weights.
+    """Return whether the caller asked for attention weights.
 
-    Some models keep `output_attentions` from their attention functions (GPT-2), or find it in their config. The
+    Some models do not pass `output_attentions` to their attention functions (GPT-2), or read it from their config. The
     outputs that transformers is about to collect show it in all cases.
     """
     collected = output_capturing._active_collector.get()
@@ -251,7 +252,7 @@ def wants_weights(options: dict[str, Any]) -> bool:
 
 
 def refuse_biases(module: nn.Module, options: dict[str, Any]) -> None:
-    """UnsupportedError if the model adds something to q·k, or to the sum of the weights."""
+    """Raise UnsupportedError if the model adds a bias to q·k, or to the sum of the weights."""
     given = [name for name in ("position_bias", "softcap", "s_aux") if options.get(name) is not None]
     if given:
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Fit a far field that shares its normalisation with an exact near field: maps and a factor per query head.
+"""Fit a far field that shares its normalisation with an exact near field: maps and one factor per query head.
 
-What is recorded, kept and measured is as in fit.py, and so is the output projection; the maps are
-those of solvers/joint_centroids.py, for the keys that are far.
+Recording, sampling, errors and the output projection are as in fit.py; the maps are those of
+solvers/joint_centroids.py, for the far keys.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def most_queries(scores: NearScores) -> int:
 
 
 class JointFitter(AttentionFitter):
-    """Fits the far field of one attention; arguments as in `AttentionFitter`."""
+    """Fitter of one attention's far field; arguments as in `AttentionFitter`."""
 
     @property
     def room(self) -> int | None:
-        """The longest sequence that the model takes, if its attention knows."""
+        """The longest sequence that the model supports, if its attention knows."""
         config = getattr(self.module, "config", None)
         return getattr(config, "max_position_embeddings", None)
 
@@ -76,7 +76,7 @@ class JointFitter(AttentionFitter):
         return descend(maps, lambda tried: joint_output_error(tried, some(), self._columns()), steps // 2)
 
     def _scores(self, recorded: Recorded) -> NearScores:
-        """Of the heads that become linear."""
+        """Return the near scores of the heads that become linear."""
         joint, own = self.kernel.joint, recorded.of_others(self.kernel)
         assert joint is not None
         found = NearScores.of(own.scores(), joint.width, joint.sinks)
@@ -86,7 +86,7 @@ class JointFitter(AttentionFitter):
         return found._replace(far_q=joint.rotary.queries(found.q, at), far_k=joint.rotary.keys(found.k, at))
 
     def _columns(self) -> torch.Tensor | None:
-        """Those of the output projection that read the heads that become linear."""
+        """Return the columns of the output projection that read the heads that become linear."""
         if self.weight is None or not self.kernel.full_heads:
             return self.weight
         by_head = self.weight.unflatten(1, (head_sizes(self.module.config)[1], -1))
@@ -115,7 +115,7 @@ class JointFitter(AttentionFitter):
 
     @torch.no_grad()
     def _take(self, maps: JointMaps) -> None:  # type: ignore[override]
-        """Put them into the feature maps, one pair per query head, and the factor beside them."""
+        """Copy the fitted maps into the feature maps, one pair per query head, and the factors."""
         joint = self.kernel.joint
         assert joint is not None
         for head, (queries, keys) in enumerate(cast(AttentionTerm, self.kernel.terms[0]).pairs()):

@@ -1,16 +1,16 @@
-"""Masks that linear attention can honour: transformers' mask functions, bands, and packed documents.
+"""Masks that linear attention supports: transformers' mask functions, bands, and packed documents.
 
-A model describes its mask as a function of (example, head, query, key) that is put together from parts: the causal
-triangle or everything, a band, and the documents of a packed row. Evaluating it for all pairs would cost O(L·N), so the
-parts themselves are read: functions are known by their code, and what they were made with is in their closure.
+A model describes its mask as a function of (example, head, query, key) composed of parts: causal or bidirectional, a
+band, and the documents of a packed row. Evaluating it for all pairs would cost O(L·N), so the parts themselves are
+inspected: functions are identified by their code, and their arguments are in the closure.
 
-Bands (sliding windows): a query sees keys at a distance below the width of the band. A softmax layer keeps to it; a
-linear layer attends to all keys, unless a near field says that this is wanted.
+Bands (sliding windows): a query sees keys at a distance below the width of the band. A softmax layer respects it; a
+linear layer attends to all keys, which is only accepted with a near field.
 
-Packed documents, several texts in one row, may not see each other. Each is attended to separately, like a row of its
-own: for linear attention the sums restart with it, and components that adapt to an example adapt to the document.
-Documents of similar length (within a factor of two) go together, so that at most half of a batch is padding: time O(L)
-per row like attention itself, and one pass per power of two in the lengths.
+Packed documents, several texts in one row, may not see each other. Each is processed separately, like its own row: for
+linear attention the sums restart, and components that adapt to an example adapt to the document. Documents of similar
+length (within a factor of two) are batched, so that at most half of a batch is padding: time O(L) per row like
+attention itself, and one pass per power of two in the lengths.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ NUMBERS = torch.int32  # of documents in a mask; padding is bool, and masks that
 
 
 class MaskPattern(NamedTuple):
-    """Who sees whom, padding aside.
+    """Pattern of a mask, padding aside.
 
     Attributes:
         causal: whether a query sees only keys at or before it.
-        documents: (B, L), the same number for all tokens of a document, of which none sees another; None for one
-            document per row.
+        documents: (B, L), document numbers of the tokens; tokens of different documents do not see each other. None for
+            one document per row.
     """
 
     causal: bool
@@ -55,27 +55,27 @@ def _code(function: Callable[..., Any]) -> Any:
     return getattr(function, "__code__", None)
 
 
-# The functions are made with arguments that do not matter here: all that are made by one factory share their code.
+# The arguments of the factories do not matter here: all functions of one factory share their code.
 ALL_OF = _code(and_masks())
 REMAPPED = _code(remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)))
 PACKED = _code(packed_sequence_mask_function(torch.empty(0)))
-# The attention function is given the width of the band beside the mask, and keeps to it (interface.py).
+# The attention function gets the width of the band in addition to the mask, and respects it (interface.py).
 BANDS = {_code(sliding_window_overlay(1)), _code(sliding_window_bidirectional_overlay(1))}
 
 
 def read_mask_function(function: Callable[..., Any] | None, *, may_be_packed: bool) -> MaskPattern:
-    """The pattern of a mask function, None standing for everything.
+    """Return the pattern of a mask function; a function of None is bidirectional.
 
     Args:
-        function: given to the mask interface.
+        function: the one given to the mask interface.
         may_be_packed: whether it may hold documents: there is neither an attention mask nor a cache.
 
     Raises:
-        UnsupportedError: it contains a part that linear attention cannot honour, or that is unknown.
+        UnsupportedError: it contains a part that linear attention does not support, or that is unknown.
     """
     if not torch.compiler.is_compiling():
         return _pattern(function)
-    # A compiler cannot look into closures. Without documents it need not: such patterns never change.
+    # A compiler cannot inspect closures. Without documents it need not: such patterns never change.
     outside = may_be_packed and function is not causal_mask_function
     return _pattern_outside_graph(function) if outside else _constant_pattern(function)
 
@@ -121,16 +121,16 @@ _pattern_outside_graph = torch.compiler.disable(
 
 
 def _made_with(function: Callable[..., Any], name: str) -> Any:
-    """The variable `name` that an inner function was made with."""
+    """Return the variable `name` in the closure of a function."""
     made = cast(Any, function)
     return made.__closure__[made.__code__.co_freevars.index(name)].cell_contents
 
 
 def band_width(module: nn.Module, options: dict[str, Any], keys: int) -> int | None:
-    """The width of the band that a call asks for, or None for all keys.
+    """Return the width of the band that a call asks for, or None for all keys.
 
     Raises:
-        UnsupportedError: the model has a window that it does not pass on; its masks know of it, linear ones do not.
+        UnsupportedError: the model has a window in its masks that it does not pass to the attention function.
     """
     if "sliding_window" in options:
         return options["sliding_window"]
@@ -145,7 +145,7 @@ def band_width(module: nn.Module, options: dict[str, Any], keys: int) -> int | N
 
 
 def refuse_narrow_band(module: nn.Module, near_field: int | None, window: int | None, keys: int) -> None:
-    """UnsupportedError if a linear layer would see beyond a band without having been asked to."""
+    """Raise UnsupportedError if a linear layer would see beyond a band without being asked to."""
     if window is not None and near_field is None and window < keys:
         raise UnsupportedError(
             f"{type(module).__name__} asks for a window of {window} tokens and there are {keys} keys, but this layer "
@@ -156,11 +156,11 @@ def refuse_narrow_band(module: nn.Module, near_field: int | None, window: int | 
 
 
 def attend_per_document(attend: Callable[..., Tensor], documents: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(B, L, H, D): attention within documents.
+    """Compute attention within documents, (B, L, H, D).
 
     Args:
         attend: attention of q (n, H, l, d), k (n, G, l, d), v (n, G, l, D) and a mask (n, l) -> (n, l, H, D).
-        documents: (B, L); neighbours of the same number belong to one document.
+        documents: (B, L); adjacent tokens with the same number belong to one document.
         q: queries (B, H, L, d).
         k: keys (B, G, L, d).
         v: values (B, G, L, D).
@@ -176,7 +176,8 @@ def attend_per_document(attend: Callable[..., Tensor], documents: Tensor, q: Ten
 
 
 def _similar_documents(documents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Places (n, l) of the tokens of documents in the flattened batch, and which of them count, for each length."""
+    """Yield, for each length, indices (n, l) of the documents' tokens in the flattened batch, and a mask of real
+    ones."""
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     begins = first.flatten().nonzero().squeeze(1)
@@ -190,17 +191,17 @@ def _similar_documents(documents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def packed_documents(mask: Tensor | None, query: Tensor, key: Tensor, options: dict[str, Any]) -> Tensor | None:
-    """(B, L) numbers of documents, or None where no row is packed.
+    """Return the document numbers (B, L), or None if no row is packed.
 
     Args:
         mask: int32 if `padding_mask` found documents, else bool or None.
         query: (B, H, L, d).
         key: (B, G, N, d).
-        options: of the attention function. `cu_seq_lens_q`, from DataCollatorWithFlattening, says where each document
-            of the only row ends: (documents + 1,), 0 first and L last.
+        options: options of the attention function. `cu_seq_lens_q`, from DataCollatorWithFlattening, gives the
+            boundaries of the documents of the only row: (documents + 1,), 0 first and L last.
 
     Raises:
-        UnsupportedError: `cu_seq_lens_q` does not say so of these tokens.
+        UnsupportedError: `cu_seq_lens_q` does not match these tokens.
     """
     documents = mask if mask is not None and mask.dtype == NUMBERS else None
     ends, of_keys = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
@@ -223,7 +224,7 @@ def packed_documents(mask: Tensor | None, query: Tensor, key: Tensor, options: d
 def refuse_restarts(position_ids: Tensor | None) -> None:
     """Raise UnsupportedError if positions restart within a row that is not divided into documents.
 
-    transformers looks for documents only where there is no cache, and says nothing of them otherwise.
+    transformers only looks for documents if there is no cache, and otherwise does not report them.
     """
     if position_ids is None or position_ids.dim() != 2 or position_ids.shape[1] < 2:
         return

@@ -1,8 +1,8 @@
-"""Linear attention in place of softmax, in all layers or some.
+"""Linear attention in place of softmax, in all or some layers.
 
-Layers that attend to a band of neighbours only (ModernBERT's local layers, sliding windows) are linear in length
-already. "all", "top-K" and "bottom-K" therefore count the layers that attend to everything, and local ones stay as they
-are. A list of ints may name a local layer, with `near_field`: an exact band and, beyond it, linear attention.
+Layers that attend to a band only (ModernBERT's local layers, sliding windows) are already linear in length. "all",
+"top-K" and "bottom-K" therefore refer to the layers with full attention, and local ones stay as they are. A list of
+ints may name a local layer, with `near_field`: an exact band and, beyond it, linear attention.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from snnk_peft.registry import did_you_mean
 
 DEFAULT_ROWS = 64  # of linear attention, where nothing is said
 
-# What the entries of `AttentionPart.sum_of` may say.
+# Options allowed in the entries of `AttentionPart.sum_of`.
 TERM_FIELDS = ["component", "projection", "num_features", "component_params", "projection_params"]
 TERM_FIELDS += ["per_head", "separate_maps"]
 
@@ -176,11 +176,11 @@ class AttentionPart(FeaturePart):
 
     @property
     def fitted(self) -> bool:
-        """True if `calibrate` computes the rows from the layer's queries and keys."""
+        """Whether `calibrate` computes the rows from the layer's queries and keys."""
         return self.component == "mixture" and self.of_attention
 
     def _fit_faults(self, part: str) -> list[str]:
-        """`calibrate` fits one map to softmax, and nothing beside it."""
+        """List the faults of a fitted part: `calibrate` fits a single map to softmax."""
         entries = [entry for entry in self.further if isinstance(entry, Mapping)]
         named = [entry for entry in entries if entry.get("projection") == self.projection or "projection" not in entry]
         blended = self.near_field is not None and not self.joint
@@ -196,12 +196,12 @@ class AttentionPart(FeaturePart):
 
     @property
     def further(self) -> Sequence[Any]:
-        """The entries of `sum_of`; none where it is no list, which is a fault of its own."""
+        """The entries of `sum_of`; none if it is not a list, which is reported separately."""
         return self.sum_of if isinstance(self.sum_of, (list, tuple)) else ()
 
     @property
     def joint(self) -> bool:
-        """True if near and far keys share one normalisation."""
+        """Whether near and far keys share one normalisation."""
         return self.near_field_normalisation == "joint"
 
     def _sum_faults(self, part: str) -> list[str]:
@@ -226,7 +226,8 @@ class AttentionPart(FeaturePart):
         return {"attention": cls(projection="free", num_features=16)}
 
     def terms(self) -> list[AttentionPart]:
-        """One part per feature map of the sum: this one, then those of `sum_of` with what they leave out filled in."""
+        """Return one part per feature map of the sum: this one, then those of `sum_of`, with missing options filled
+        in."""
         alone: dict[str, Any] = {"near_field": None, "near_field_normalisation": "blend", "sinks": 0}
         alone |= {"full_heads": [], "cache_bits": None, "position_free": False}
         own = dataclasses.replace(self, sum_of=[], layers="all", **alone)
@@ -263,7 +264,7 @@ class AttentionPart(FeaturePart):
         return patches
 
     def _full_heads(self, chosen: list[int], key_heads: int, context: PatchContext) -> dict[int, list[int]]:
-        """Key heads with softmax, by layer."""
+        """Return the key heads that keep softmax, by layer."""
         if self.full_heads and not context.family.causal:
             raise UnsupportedError(
                 f"{context.where}.full_heads is given, and family {context.family.name!r} is no decoder: its attention "
@@ -298,7 +299,7 @@ class AttentionPart(FeaturePart):
 
     @classmethod
     def taken_out(cls, model: Any) -> None:
-        """Give the model its own attention back."""
+        """Restore the model's own attention."""
         before = getattr(model, "snnk_attention_before", None)
         if before is None:
             return
@@ -329,7 +330,7 @@ def _attend(
             apart = [repeats * head + query for head in linear for query in range(repeats)]
         names = [f"{site}.{head}" for head in apart] if own.per_head or own.of_attention else [site]
         sized = dataclasses.replace(own, num_features=_rows(own, dim))
-        # Keys of their own start as the same draw, and what is redrawn stays the same for both: same site names.
+        # Separate key maps start as the same draw, and redraws stay the same for both: same site names.
         queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
         terms.append(AttentionTerm(queries, keys if own.separate_maps or own.of_attention else None))
     near = {"near_field": part.near_field, "joint": part.joint, "sinks": part.sinks}
@@ -354,19 +355,19 @@ def _is_pair(pair: object) -> bool:
 
 
 def _rows(part: AttentionPart, dim: int) -> int:
-    """num_features; where nothing is said, the number nearest to the usual one that the projection can have."""
+    """Return num_features; if it is None, the number closest to the default that the projection supports."""
     if part.num_features is not None:
         return part.num_features
     return PROJECTIONS[part.projection].nearest_size(dim, DEFAULT_ROWS, **part.projection_params)
 
 
 def _window(attention: nn.Module) -> int | None:
-    """Width of the band that an attention module is restricted to, the diagonal included; None for all tokens."""
+    """Return the width of an attention module's band, diagonal included; None for all tokens."""
     return getattr(attention, "sliding_window", None)
 
 
 def choose_layers(part: AttentionPart, windows: list[int | None], where: str = "attention") -> list[int]:
-    """Indices of the layers that `part` exchanges.
+    """Return the indices of the layers that `part` changes.
 
     Raises:
         ConfigError: layers that do not exist, or a local layer named without `near_field`.

@@ -1,4 +1,4 @@
-"""Attention that runs as softmax and records what a fit needs: a sample of its inputs, or linear attention's error."""
+"""Attention that runs as softmax and records data for a fit: a sample of inputs, or the error of linear attention."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from snnk_peft.solvers.reduce import relative_error
 
 
 class Recorded(NamedTuple):
-    """The inputs of one attention call, and which tokens count.
+    """The inputs of one attention call, and its real tokens.
 
     Attributes:
         q: (B, H, L, d).
         k: (B, G, N, d).
         v: (B, G, N, D).
-        out: what softmax gave, (B, H, L, D) in at least fp32.
+        out: result of softmax attention, (B, H, L, D) in at least fp32.
         mask: (B, N) bool, or None.
         causal: whether a query sees only keys at or before it.
         scaling: factor on q·k.
-        positions: (B or 1, L) of the tokens, or None for 0, 1, ...
-        given: weights of the tokens and what is missing behind the output projection, rows as of `rows`; or None.
+        positions: (B or 1, L), positions of the tokens, or None for 0, 1, ...
+        given: weights of the tokens and the missing part behind the output projection, rows as in `rows`; or None.
     """
 
     q: torch.Tensor
@@ -45,13 +45,13 @@ class Recorded(NamedTuple):
 
     @property
     def counted(self) -> torch.Tensor:
-        """(B, L), False at padding."""
+        """Mask of real tokens (B, L), False at padding."""
         if self.mask is None:
             return torch.ones(self.q.shape[0], self.q.shape[2], dtype=torch.bool, device=self.q.device)
         return self.mask[:, -self.q.shape[2] :]
 
     def scores(self) -> Scores:
-        """Queries and keys in at least fp32, each times the root of the scaling, query heads by key heads."""
+        """Return queries (grouped by key heads) and keys in at least fp32, each times the root of the scaling."""
         root = self.scaling**0.5
         pairs = pairwise_mask(self.mask, self.q, self.k, self.causal)
         q, out = (wide(each).unflatten(1, (self.k.shape[1], -1)) for each in (self.q, self.out))
@@ -70,7 +70,7 @@ class Recorded(NamedTuple):
         return self.rows(kernel(self.q, self.k, wide(self.v), self.mask, **options))
 
     def of_others(self, kernel: KernelAttention) -> Recorded:
-        """Without the heads that keep softmax."""
+        """Return the record without the heads that keep softmax."""
         if not kernel.full_heads:
             return self
         q, k, v = kernel.split(self.q, self.k, self.v)[1]
@@ -78,7 +78,7 @@ class Recorded(NamedTuple):
 
 
 class Recorder:
-    """Takes the kernel's place in an attention module: returns softmax, and records its inputs."""
+    """Stand-in for the kernel in an attention module that returns softmax attention and records its inputs."""
 
     near_field = None
 
@@ -107,14 +107,14 @@ class Recorder:
 
 
 class Sample:
-    """A random sample of calls, of at most a given number of tokens: reservoir sampling."""
+    """Random sample of calls with at most a given number of tokens, by reservoir sampling."""
 
     def __init__(self, tokens: int, generator: torch.Generator):
         self.most, self.generator = tokens, generator
         self.kept: list[tuple[float, Recorded]] = []
 
     def add(self, recorded: Recorded) -> None:
-        """Each call has a random rank; those of the highest ranks stay."""
+        """Add a call with a random rank; the calls with the highest ranks are kept."""
         self.kept.append((float(torch.rand((), generator=self.generator)), recorded))
         self.kept.sort(key=lambda pair: pair[0])
         while len(self.kept) > 1 and self.count > self.most:
@@ -126,7 +126,7 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        """Tokens kept, without padding."""
+        """Number of tokens kept, without padding."""
         return sum(int(recorded.counted.sum()) for _, recorded in self.kept)
 
     def __iter__(self) -> Iterator[Recorded]:
@@ -134,11 +134,11 @@ class Sample:
 
 
 class Observer:
-    """Takes the kernel's place in an attention module: returns softmax, and records the loss of the kernel.
+    """Stand-in for the kernel in an attention module that returns softmax attention and records the kernel's loss.
 
     Attributes:
-        losses: of the calls since `clear`, scalars with a gradient; empty without gradients.
-        tokens: queries seen since `clear`, padding left out.
+        losses: losses of the calls since `clear`, scalars with a gradient; empty without gradients.
+        tokens: number of queries seen since `clear`, without padding.
     """
 
     def __init__(self, path: str, module: nn.Module, kernel: KernelAttention, loss: str):
@@ -190,7 +190,7 @@ class Observer:
         target: torch.Tensor,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        """(B, H, L), per query."""
+        """Compute the loss per query, (B, H, L)."""
         if self.loss == "output":
             return (wide(self.kernel(q, k, v, mask, **options)) - out).square().mean(-1)
         own = wide(self.kernel.weights(q, k, mask, **options))
@@ -206,7 +206,7 @@ class Observer:
             self._sums[index] = self._sums[index] + value
 
     def error(self) -> float:
-        """Squared error of the outputs since `clear`, relative to their variance."""
+        """Return the squared error of the outputs since `clear`, relative to their variance."""
         wrong, total, squares = self._sums
         variance = squares - total.square().sum() / max(self.tokens, 1)
         return relative_error(float(wrong), float(variance), float(squares))

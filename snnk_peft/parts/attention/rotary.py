@@ -1,4 +1,4 @@
-"""The rotary positions of a model: which angle per token its queries and keys are turned by."""
+"""The rotary positions of a model: the angle per token by which its queries and keys are rotated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STRETCHED = ("dynamic", "longrope")  # whose angles change with the length of th
 
 
 def rotary_of(model: nn.Module, family: ModelFamily, distance: int, where: str) -> Rotary | None:
-    """Return what takes the positions off; None for a model without rotary ones.
+    """Return the inverse rotation; None for a model without rotary positions.
 
     Raises:
-        UnsupportedError: it is not known how the model turns queries and keys, or layers or lengths differ in it.
+        UnsupportedError: the model's rotation of queries and keys is unknown, or depends on layer or length.
     """
     found: dict[str, torch.Tensor] = {
         name: tensor

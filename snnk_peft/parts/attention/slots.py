@@ -1,4 +1,4 @@
-"""The slots of linear attention: an attention module asks them for its kernel, and `calibrate` for its fit."""
+"""The slots of linear attention, which provide the kernel of an attention module and its fit for `calibrate`."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from snnk_peft.parts.attention.joint_fit import JointFitter
 
 
 class Attend(Slot):
-    """Says which linear attention an attention module uses; parts/attention/interface.py asks for it."""
+    """Slot that provides an attention module's linear attention to parts/attention/interface.py."""
 
     def __init__(self, kernel: KernelAttention):
         super().__init__()
         self.kernel = kernel
 
     def forward(self, base: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The original's signature: the module itself calls the attention function."""
+        """Call the original, which itself calls the attention function."""
         return base(*args, **kwargs)
 
     def placed(self, layer: Any, model: Any) -> None:
-        """The module asks for its kernel; softmax layers stay softmax layers."""
+        """Let the module ask for its kernel; softmax layers stay softmax layers."""
         unwrap(layer.base_layer).snnk_owner = ActiveKernel(layer)  # type: ignore[assignment]
         if model.config._attn_implementation != ATTENTION:
             model.snnk_attention_before = model.config._attn_implementation
@@ -42,7 +42,7 @@ class Attend(Slot):
         use_recurrent_cache(model)
 
     def fold(self, place: FoldPlace) -> None:
-        """Linear attention has no smaller form: its feature maps move into the attention module."""
+        """Move the feature maps into the attention module; linear attention has no smaller form."""
         kept = "softmax attention" if self.kernel.near_field is None else "softmax attention over all tokens"
         terms = " + ".join(_in_words(cast(AttentionTerm, term)) for term in self.kernel.terms)
         if self.kernel.joint is not None:
@@ -75,12 +75,12 @@ def _in_words(term: AttentionTerm) -> str:
 
 
 class ActiveKernel:
-    """Tells the attention function which linear attention a module uses; no module, so nothing is saved twice."""
+    """Provider of a module's linear attention to the attention function; not a module, so nothing is saved twice."""
 
     def __init__(self, layer: Any):
         self.layer = layer
 
     def __call__(self) -> KernelAttention | None:
-        """The kernel of the last active adapter that has one here, or None for softmax."""
+        """Return the kernel of the last active adapter that has one here, or None for softmax."""
         kernels = [slot.kernel for slot in self.layer.active_slots() if isinstance(slot, Attend)]
         return kernels[-1] if kernels else None

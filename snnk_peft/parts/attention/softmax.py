@@ -1,8 +1,8 @@
-"""Softmax attention of the layers of a patched model that keep it.
+"""Softmax attention of the layers in a patched model that keep it.
 
-The model's masks are padding masks (see interface.py), so what a softmax layer needs is built here: the causal
-triangle, the band of a local layer, and the weights where somebody asked for them. A band in a model without padding
-of queries is computed in blocks, O(L·w), so that a patched model with local layers is linear in length as a whole.
+The model's masks are padding masks (see interface.py), so the masks of softmax layers are built here: the causal
+triangle and the band of a local layer; the weights are computed on request. A band in a model without padding of
+queries is computed in blocks, O(L·w), so that a patched model with local layers is linear in length as a whole.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def softmax_attention(
     window: int | None = None,
     weights_wanted: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """q (B, H, L, d), k and v (B, G, N, d) -> (B, L, H, D), and the weights (B, H, L, N) or None.
+    """Compute softmax attention of q (B, H, L, d), k, v (B, G, N, d) -> (B, L, H, D), and weights (B, H, L, N) or None.
 
     Args:
         module: the attention module.
         query: queries.
         key: keys.
         value: values.
-        mask: (B, N) bool, True where a key counts, or None.
-        dropout: rate at which weights are dropped.
+        mask: (B, N) bool, True at keys to attend to, or None.
+        dropout: dropout rate of the weights.
         scaling: factor on q·k; None for d^-½.
         causal: whether a query sees only keys at or before it.
         window: a query sees keys at a distance below this, or None for all.
@@ -59,12 +59,12 @@ def softmax_attention(
 
 
 def _in_blocks(length: int, window: int) -> bool:
-    """Return True to compute a band in blocks; for short inputs one fused product with a mask is faster."""
+    """Return whether to compute a band in blocks; for short inputs one fused attention with a mask is faster."""
     return exporting() or length > 8 * window
 
 
 def softmax_weights(query: torch.Tensor, key: torch.Tensor, pairs: torch.Tensor | None, scaling: float) -> torch.Tensor:
-    """(B, H, L, N) weights from queries (B, H, L, d), keys (B, G, N, d) and who sees whom (B, 1, L, N)."""
+    """Compute weights (B, H, L, N) from queries (B, H, L, d), keys (B, G, N, d) and a mask of pairs (B, 1, L, N)."""
     with full_precision(query):
         key = repeat_kv(key, query.shape[1] // key.shape[1])
         scores = torch.matmul(wide(query), wide(key).transpose(-1, -2)) * scaling

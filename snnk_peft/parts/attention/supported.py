@@ -1,4 +1,4 @@
-"""Which models, and which settings of a near field, attention can be approximated with."""
+"""Checks that a model's attention, and the settings of a near field, are supported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from snnk_peft.families import FAMILIES
 from snnk_peft.layers.joint_attention import may_be_joint
 from snnk_peft.projections import PROJECTIONS
 
-# What a module or parameter is called where attention adds something to q·k, or to the sum of the weights.
+# Names of modules or parameters with which attention adds a bias to q·k, or to the sum of the weights.
 ADDED_TO_WEIGHTS = {
     "relative_attention_bias": "a bias per pair of positions",
     "relative_position_bias": "a bias per pair of positions",
@@ -25,10 +25,10 @@ ADDED_TO_WEIGHTS = {
 
 
 def check_attention(model: nn.Module) -> None:
-    """Check whether linear attention can replace this model's attention, from what the model declares.
+    """Check that linear attention can replace this model's attention, from its declared properties.
 
     Raises:
-        UnsupportedError: it cannot; every reason, and what to do.
+        UnsupportedError: it cannot; lists every reason, and what to do.
     """
     reasons = list(_reasons(model))
     if reasons:
@@ -55,7 +55,7 @@ def _reasons(model: nn.Module) -> Iterator[str]:
         yield f"adds relative positions to q·k (config.position_embedding_type is {kind!r})"
     if getattr(config, "attn_logit_softcapping", None) is not None:
         yield f"caps q·k softly (config.attn_logit_softcapping is {config.attn_logit_softcapping})"
-    # An encoder taken out of its model keeps the config that speaks of a decoder.
+    # An encoder taken out of its model keeps the config, which describes a decoder.
     decodes = getattr(config, "is_encoder_decoder", False) and "decoder" in names
     if decodes or getattr(config, "add_cross_attention", False):
         yield "attends from a decoder to an encoder (cross attention)"
@@ -66,13 +66,13 @@ def _reasons(model: nn.Module) -> Iterator[str]:
 
 
 def _declared(config: Any) -> bool:
-    """Return True if the family declares that the model calls external attention functions."""
+    """Return whether the family declares that the model calls external attention functions."""
     model_type = str(getattr(config, "model_type", ""))
     return model_type in FAMILIES and FAMILIES[model_type].attention_backend
 
 
 def near_field_faults(part: Any, where: str) -> list[str]:
-    """Messages about `near_field_normalisation` and `sinks`."""
+    """List the faults of `near_field_normalisation` and `sinks`."""
     if not part.joint:
         if type(part.sinks) is not int or part.sinks <= 0:
             return []

@@ -1,8 +1,8 @@
 """Low rank: Linears and convolutions become products of two thin ones, W x + b -> U (Vᵀ x) + b.
 
-On model families by role ("ffn", "attention", "pooler"), on any nn.Module by the paths of its modules. The start comes
-from the dense weights ("Efficiently learning low-rank networks"); `calibrate` replaces it by the best factors for real
-inputs. Folds to two plain modules where that takes fewer MACs, else to one.
+Targets are roles ("ffn", "attention", "pooler") in model families, or module paths in any nn.Module. Factors are
+initialised from the dense weights ("Efficiently learning low-rank networks"); `calibrate` replaces them by the best
+ones for real inputs. Folds to two plain modules if that takes fewer MACs, else to one.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LowRankPart(Part):
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """Propose ranks for attention whose heads cannot be made narrower, as `NarrowHeadsPart` does it for less."""
+        """Propose ranks for attention whose heads cannot be narrowed, which `NarrowHeadsPart` does at a lower cost."""
         family = family_of(model)
         if family.key is not None and family.attention_out is not None:
             return []
@@ -129,7 +129,7 @@ class LowRankPart(Part):
         return faults
 
     def plan(self, context: PatchContext) -> list[Patch]:
-        """Plan the layers; every module that matches and cannot be factorised is a fault."""
+        """Plan the layers; every matching module that cannot be factorised is a fault."""
         targets = self._targets(context)
         uses = Counter(id(p) for _, p in context.model.named_parameters(remove_duplicate=False))
         owners = dict(plain_modules(context.model))
@@ -186,7 +186,7 @@ class LowRankPart(Part):
         return {path: (m, activation or behind or "identity") for path, (m, behind) in chosen.items()}
 
     def _idle(self, context: PatchContext, pattern: str, present: dict[str, nn.Module]) -> str | None:
-        """A message if no path matches a pattern, whether it chooses or leaves out."""
+        """Return a message if no path matches a pattern, which may include or exclude modules."""
         if any(matches(path, pattern) for path in present):
             return None
         near = difflib.get_close_matches(pattern, present, n=3, cutoff=0.3) or list(present)[1:4]
@@ -276,7 +276,7 @@ def _unfit(module: nn.Module, parent: nn.Module | None, uses: Counter[int]) -> s
 
 
 def _like(dense: nn.Module, rank: int, split: str) -> Any:
-    """An empty layer of the sizes of `dense`."""
+    """Create an empty layer with the sizes of `dense`."""
     cls: Any = low_rank_class(dense)
     return cls.like(dense, rank) if isinstance(dense, nn.Linear) else cls.like(dense, rank, split=split)
 

@@ -39,7 +39,7 @@ FLOOR = 1e-6  # of the mean variance
 
 
 class LowRankSlot(Slot):
-    """U (Vᵀ x) + b instead of the original."""
+    """Slot that computes U (Vᵀ x) + b instead of the original."""
 
     replaces = True
 
@@ -51,14 +51,14 @@ class LowRankSlot(Slot):
         return self.layer(x)
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """The best factors for the moments of the inputs."""
+        """Return the fitter of the best factors for the moments of the inputs."""
         return LowRankFitter(self.layer, place, self.activation, options)
 
     def fold(self, place: FoldPlace) -> None:
-        """Two plain modules where they are cheaper, else one; one where an adapter is multiplied into it."""
+        """Fold to two plain modules if they are cheaper, else to one; to one if an adapter is multiplied into it."""
         if not place.original:
             raise no_folded_form(place, self)
-        # What goes after any module (a sequential adapter) may stand here several times; the others want a matrix.
+        # A sequential adapter fits after any module and may occur here several times; the others need a matrix.
         if any(slot.alone for slot in place.slots if slot is not self):
             place.put(self.layer.dense())
             place.remark(f"{place.path}: its factors are multiplied out, because an adapter is added to the product")
@@ -67,12 +67,12 @@ class LowRankSlot(Slot):
 
 
 class LowRankFitter(Fitter):
-    """Factors and bias for the real inputs, of which mean and covariance are kept; a convolution's are its patches.
+    """Fitter of factors and bias to real inputs (patches for a convolution), of which mean and covariance are kept.
 
-    The best linear layer for these moments is a closed form, except for kernels in k × 1 and 1 × k. If an activation
-    follows, the best one after it for Gaussian inputs of these moments is tried as well, and held-out inputs decide.
-    With a metric R of the layer's output it is the best in that: U Vᵀ = R⁻¹ Q Qᵀ R B with B the full matrix for the
-    target and Q the leading eigenvectors of R B S Bᵀ Rᵀ.
+    The best linear layer for these moments has a closed form, except for kernels split into k × 1 and 1 × k. If an
+    activation follows, the layer that is best after it for Gaussian inputs of these moments is tried as well, and
+    held-out inputs decide. With a metric R of the layer's output, the best layer under that metric is U Vᵀ = R⁻¹ Q Qᵀ R
+    B with B the full matrix for the target and Q the leading eigenvectors of R B S Bᵀ Rᵀ.
     """
 
     reduces = True
@@ -133,7 +133,7 @@ class LowRankFitter(Fitter):
         return Fit(self.layer.rank, tokens, held_out, None, before, after, unknowns=self.layer.rank + 1)
 
     def _fit_judged(self, data: Tokens, metric: Tensor) -> Fit:
-        """From the moments of the inputs and of what is missing behind the layer."""
+        """Fit to the moments of the inputs and of the missing part of the stream behind the layer."""
         out, columns = self.weight.shape
         train, test = SecondMoments(columns + out), SecondMoments(columns + out)
         for is_test, read in data:
@@ -179,7 +179,7 @@ class LowRankFitter(Fitter):
         return layer.U.detach().double(), layer.V.detach().double(), bias
 
     def _linear(self, moments: SecondMoments) -> Solution:
-        """The least squared error before the activation."""
+        """Minimise the squared error before the activation."""
         covariance, mean = moments.covariance(), moments.mean
         weight = self.weight.to(covariance.device)
         moment = covariance if self.bias is not None else covariance + torch.outer(mean, mean)
@@ -195,11 +195,11 @@ class LowRankFitter(Fitter):
         return rearranged_factors(weight, start, product, activation=activation, bias=self.bias, inputs=inputs)
 
     def _behind_activation(self, moments: SecondMoments) -> Solution:
-        """The least squared error after the activation for Gaussian inputs of these moments."""
+        """Minimise the squared error after the activation for Gaussian inputs of these moments."""
         if not self.whole:
             return self._rearranged(moments, self.activation)
         covariance = moments.covariance()
-        # Directions that hardly occur count a little, so that factors stay small in them.
+        # Rare directions get a small weight, so that factors stay small in them.
         covariance = covariance + covariance.diagonal().mean() * FLOOR * torch.eye(len(covariance)).to(covariance)
         inputs, weight = InputMoments(moments.mean, covariance), self.weight.to(covariance.device)
         bias = None if self.bias is None else self.bias.to(weight)
@@ -207,14 +207,14 @@ class LowRankFitter(Fitter):
         return factors.U, factors.V, factors.bias
 
     def _measure(self, meters: list[ErrorMeter], solutions: list[Solution], rows: Tensor) -> None:
-        """Errors after the activation."""
+        """Add the errors after the activation."""
         f, rows = nonlinearity(self.activation).function, rows.to(self.weight)
         wanted = f(nn.functional.linear(rows, self.weight, self.bias))
         for meter, (U, V, bias) in zip(meters, solutions, strict=True):
             meter.update(wanted, f(nn.functional.linear(rows, self.layer.product(U, V), bias)))
 
     def _error(self, solution: Solution, moments: SecondMoments) -> float:
-        """Squared error relative to the variance of the target, before any activation."""
+        """Return the squared error relative to the variance of the target, before any activation."""
         U, V, bias = solution
         covariance, mean = moments.covariance(), moments.mean
         weight = self.weight.to(covariance.device)

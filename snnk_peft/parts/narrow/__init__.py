@@ -1,1 +1,1 @@
-"""Attention heads and FFN blocks that become narrower."""
+"""Narrower attention heads and FFN blocks."""

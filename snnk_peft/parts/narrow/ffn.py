@@ -1,4 +1,4 @@
-"""FFN blocks of fewer hidden units, gated ones (SwiGLU, GeGLU) as well: some stay, the contraction is repaired.
+"""FFN blocks with fewer hidden units, plain or gated (SwiGLU, GeGLU): some are kept, the contraction is corrected.
 
 W₂ (f(W x) ⊙ V x) + b      becomes      A (f(W_S x) ⊙ V_S x) + a        (without V x in a plain FFN)
 """
@@ -35,11 +35,11 @@ ROWS = 1024  # that are looked at together
 @documented
 @dataclass
 class NarrowFFNPart(Part):
-    """FFN blocks become narrower: some hidden units are kept, and the contraction makes up for the others.
+    """Narrower FFN blocks: some hidden units are kept, and the contraction compensates for the others.
 
-    For plain FFNs and for gated ones. `calibrate` chooses the units and repairs the contraction in closed form, from
-    the second moment of what the units really give; without it the units with the largest weights stay. All matrices
-    are trained. Bundled, they are plain narrower Linears.
+    For plain and gated FFNs. `calibrate` chooses the units and corrects the contraction in closed form, from the second
+    moment of the units' outputs on real data; without it the units with the largest weights are kept. All matrices are
+    trained. Bundled, they are plain narrower Linears.
     """
 
     keep: float = option(0.75, "share of the hidden units that stay, 0 < keep < 1.", above=0, below=1)
@@ -63,7 +63,7 @@ class NarrowFFNPart(Part):
 
     @classmethod
     def candidates(cls, model: nn.Module, length: int) -> list[Part]:
-        """Propose sizes for gated FFNs; `FFNPart` makes plain ones cheaper."""
+        """Propose sizes for gated FFNs; for plain ones `FFNPart` is cheaper."""
         return [cls(keep=share) for share in (1 / 4, 1 / 2, 3 / 4)] if family_of(model).gated else []
 
     @classmethod
@@ -74,8 +74,8 @@ class NarrowFFNPart(Part):
         """Plan the narrower FFNs.
 
         Raises:
-            ConfigError: no fewer units than there are, layers that the model does not have.
-            UnsupportedError: an activation that is no module, matrices that do not fit together.
+            ConfigError: not fewer units than the FFN has, layers that the model does not have.
+            UnsupportedError: an activation that is not a module, matrices of incompatible shapes.
         """
         layers = context.family.layer_paths(context.model)
         chosen, faults = resolve_layers(f"{context.where}.layers", self.layers, len(layers))
@@ -93,7 +93,7 @@ class NarrowFFNPart(Part):
 
 
 class _Block:
-    """The FFN of one layer: where its Linears are, and its slots, made when they are asked for."""
+    """The FFN of one layer: the paths of its Linears, and its slots, created on demand."""
 
     def __init__(self, context: PatchContext, part: NarrowFFNPart, layer: str):
         family, model = context.family, context.model
@@ -146,7 +146,7 @@ class _Block:
 
 
 class NarrowUnits(NarrowLinear):
-    """One Linear of a narrower FFN."""
+    """Slot of one Linear of a narrower FFN."""
 
     lets_pass = True
 
@@ -158,10 +158,10 @@ class NarrowUnits(NarrowLinear):
 
 
 class FirstUnits(NarrowUnits):
-    """The first Linear, where `calibrate` fits all of them.
+    """Slot of the first Linear, at which `calibrate` fits all of them.
 
     Attributes:
-        block: the whole FFN, this slot among it.
+        block: the whole FFN, including this slot.
     """
 
     block: NarrowBlock
@@ -193,11 +193,11 @@ class NarrowBlock:
     """The slots of one FFN.
 
     Args:
-        paths: of the expansion, or both, and of the contraction.
+        paths: paths of the expansion (or both expansions) and the contraction.
         activation: path of the activation after the first.
-        slots: in the places of `paths`.
-        halves: how many expansions the first Linear holds.
-        rule: by which units are kept.
+        slots: the slots at `paths`.
+        halves: number of expansions in the first Linear.
+        rule: rule by which the kept units are chosen.
     """
 
     paths: tuple[str, ...]
@@ -211,7 +211,7 @@ class NarrowBlock:
         return self.slots[-1].linear.in_features
 
     def start(self, sources: list[OneMatrix]) -> None:
-        """The units with the largest product of the norms of their rows and of their column of the contraction."""
+        """Keep the units with the largest product of the norms of their rows and their column of the contraction."""
         *expansions, contraction = sources
         importance = contraction.weight.norm(dim=0)
         for each in expansions:
@@ -220,7 +220,7 @@ class NarrowBlock:
         self.take(sources, kept, contraction.weight[:, kept], contraction.bias)
 
     def hidden(self, expansions: Sequence[Base], activation: Base, x: torch.Tensor) -> torch.Tensor:
-        """f(W x), or f(W x) ⊙ V x where there are two expansions, of x (n, dim)."""
+        """Compute f(W x), or f(W x) ⊙ V x with two expansions, for x (n, dim)."""
         parts = [part for each in expansions for part in each(x).chunk(self.halves, -1)]
         return activation(parts[0]) if len(parts) == 1 else activation(parts[0]) * parts[1]
 
@@ -235,11 +235,11 @@ class NarrowBlock:
 
 
 class UnitsFitter(Fitter):
-    """Chooses the units and repairs the contraction, from second moments of all units over the same inputs.
+    """Fitter that chooses the units and corrects the contraction, from second moments of all units on the same inputs.
 
-    One pass; memory is the square of the number of units, and with `steps` a sample of the inputs, whatever the number
-    of tokens. With `steps`, gradient descent on the sample moves all matrices from there, as long as held-out tokens
-    say that this is better.
+    One pass; memory is the square of the number of units, and with `steps` a sample of the inputs, independent of the
+    number of tokens. With `steps`, gradient descent on the sample then trains all matrices, as long as the error on
+    held-out tokens falls.
     """
 
     reduces = True
@@ -299,13 +299,13 @@ class UnitsFitter(Fitter):
         return output if self.metric is None else output @ self.metric.to(output).T
 
     def _generator(self, what: str) -> torch.Generator:
-        """Return a generator that is seeded alike in every fit and process."""
+        """Return a generator with the same seed in every fit and process."""
         return site_generator(0, f"{self.block.paths[0]}.{what}")
 
     def _descend(self, fitted: torch.Tensor, held_out: torch.Tensor) -> float | None:
-        """Move all matrices; the error afterwards, or None if they stay as they were.
+        """Train all matrices; return the error afterwards, or None if they are left unchanged.
 
-        Rows are inputs and, with a metric, what is missing behind the contraction.
+        Rows are inputs and, with a metric, the missing part of the stream behind the contraction.
         """
         own = [dict(slot.linear.named_parameters()) for slot in self.block.slots]
         dim = OneMatrix(self.modules[0]).weight.shape[1]

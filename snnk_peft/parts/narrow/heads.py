@@ -1,4 +1,4 @@
-"""Attention heads of fewer dimensions: W_q with W_k, and W_v with W_o, factorised per head and together."""
+"""Attention heads with fewer dimensions: W_q with W_k, and W_v with W_o, factorised jointly per head."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ NORM = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")  # what a norm of queri
 @documented
 @dataclass
 class NarrowHeadsPart(Part):
-    """Attention heads become narrower: a head depends only on W_qᵀ W_k and W_o W_v, which are cut to lower rank.
+    """Narrower attention heads: a head depends only on W_qᵀ W_k and W_o W_v, which are truncated to a lower rank.
 
-    Number of heads, softmax and its scale stay. Bundled, the four projections are plain narrower Linears, and attention
-    reads and multiplies less; a patched model still computes at full width. The factors are trained.
+    The number of heads, softmax and its scale are unchanged. Bundled, the four projections are plain narrower Linears,
+    and attention needs less memory traffic and fewer MACs; a patched model still computes at full width. The factors
+    are trained.
     """
 
     head_dim: int = option(16, "new dimension of each attention head, >= 1 and below the old one.", low=1, high=MOST)
@@ -66,8 +67,9 @@ class NarrowHeadsPart(Part):
         """Plan the narrower heads.
 
         Raises:
-            ConfigError: heads that are no wider than head_dim, layers that the model does not have.
-            UnsupportedError: something between queries, keys and their product, or projections that are not apart.
+            ConfigError: heads that are not wider than head_dim, layers that the model does not have.
+            UnsupportedError: an operation between queries, keys and their product, or projections that are not
+                separate.
         """
         layers = context.family.layer_paths(context.model)
         chosen, faults = resolve_layers(f"{context.where}.layers", self.layers, len(layers))
@@ -84,7 +86,7 @@ class NarrowHeadsPart(Part):
 
 
 class _Block:
-    """The attention of one layer: where its modules are, and its slots, made when they are asked for."""
+    """The attention of one layer: the paths of its modules, and its slots, created on demand."""
 
     def __init__(self, context: PatchContext, part: NarrowHeadsPart, layer: str):
         self.context, self.part, self.family = context, part, context.family
@@ -109,7 +111,7 @@ class _Block:
             )
 
     def patches(self) -> list[Patch]:
-        """The four projections, which are replaced, and the block around them."""
+        """Return the patches of the four projections, which are replaced, and of the block around them."""
         inside = [Patch(path, partial(self._slot, i), replaces=True) for i, path in enumerate(self.paths)]
         return [*inside, Patch(self.block, lambda: self._whole)]
 
@@ -135,7 +137,7 @@ def _missing(context: PatchContext) -> str | None:
 def _reasons(
     attention: nn.Module, dim: int, query: nn.Linear, key: nn.Linear, value: nn.Linear, out: nn.Linear
 ) -> Iterator[str]:
-    """List what a user's family description may have overlooked."""
+    """Yield reasons that a user's family description may have overlooked."""
     if dim == 0:
         yield f"has none of {', '.join(HEAD_SIZES)}, by which transformers splits into heads"
     elif len({query.out_features, key.out_features, value.out_features, out.in_features}) > 1:
@@ -153,6 +155,6 @@ def _reasons(
 
 
 def _common(first: str, second: str) -> str:
-    """The innermost module that holds both paths, or is one of them."""
+    """Return the innermost module that holds both paths, or is one of them."""
     shared = [a for a, b in zip(first.split("."), second.split("."), strict=False) if a == b]
     return ".".join(shared)

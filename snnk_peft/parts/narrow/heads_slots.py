@@ -1,7 +1,7 @@
-"""The slots of narrower heads: queries, keys, values and outputs of one attention block, how they fold and are fitted.
+"""The slots of narrower heads: queries, keys, values and outputs of one attention block, with folding and fitting.
 
-The pretrained module goes on splitting what it gets into heads of d dimensions, so in a patched model every head of r
-dimensions is followed by d − r zeros, which change neither q·k nor the values. Folding leaves the zeros out.
+The pretrained module still splits its inputs into heads of d dimensions, so in a patched model every head of r
+dimensions is padded with d − r zeros, which change neither q·k nor the values. Folding removes the zeros.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from snnk_peft.solvers.reduce import ErrorMeter, same_everywhere, summed
 
 
 class NarrowProjection(NarrowLinear):
-    """Queries, keys or values of r dimensions per head, followed by zeros up to d.
+    """Projection to queries, keys or values with r dimensions per head, padded with zeros to d.
 
     Args:
         in_features: length of the inputs.
         heads: number of heads.
         size: r.
         dim: d.
-        bias: whether there is one.
+        bias: whether to have a bias.
 
     Attributes:
-        original: while True, the original computes; for fitting.
+        original: while True, the original is called instead; used for fitting.
     """
 
     original = False
@@ -67,7 +67,7 @@ class NarrowProjection(NarrowLinear):
 
 
 class NarrowReader(NarrowLinear):
-    """The output projection of narrowed heads, from the first r of every d dimensions.
+    """Output projection of narrowed heads, from the first r of every d dimensions.
 
     Attributes:
         original: as in `NarrowProjection`.
@@ -90,25 +90,25 @@ class NarrowReader(NarrowLinear):
 
 
 class NarrowHeads(Slot):
-    """An attention block whose heads are narrow: it acts through the slots of its four projections.
+    """Attention block with narrow heads, which acts through the slots of its four projections.
 
     Args:
-        paths: of query, key, value and output projection.
+        paths: paths of query, key, value and output projection.
         sources: these Linears.
         attention: path of the module that splits into heads.
         heads: number of heads.
-        size: r, the dimension of a head from now on.
+        size: r, the new dimension of a head.
 
     Attributes:
-        four: the slots of the projections, which belong to the places of these.
+        four: the slots of the projections, which are registered at the projections themselves.
     """
 
     def __init__(self, paths: tuple[str, ...], sources: tuple[nn.Linear, ...], attention: str, heads: int, size: int):
         super().__init__()
         query, key, value, out = sources
         dim = query.out_features // heads
-        # A bias of the keys adds the same to all logits of a query, which softmax does not see. One of the values is
-        # averaged with weights that add up to 1, and moves after the output.
+        # A bias of the keys adds the same to all logits of a query, to which softmax is invariant. One of the values is
+        # averaged with weights that sum to 1, and moves behind the output.
         self.four: tuple[NarrowProjection | NarrowReader, ...] = (
             NarrowProjection(query.in_features, heads, size, dim, query.bias is not None),
             NarrowProjection(key.in_features, heads, size, dim, False),
@@ -123,7 +123,7 @@ class NarrowHeads(Slot):
             self._start(*matrices)
 
     def _start(self, query: OneMatrix, key: OneMatrix, value: OneMatrix, out: OneMatrix) -> None:
-        """The singular vectors of W_qᵀ W_k and W_o W_v, a bias of the queries counted as one more input."""
+        """Start from the singular vectors of W_qᵀ W_k and W_o W_v, with a bias of the queries as one more input."""
         queries, keys, values = (each.by_head(self.heads) for each in (query, key, value))
         readers = out.weight.unflatten(-1, (self.heads, -1)).permute(1, 2, 0)  # (heads, d, out)
         if query.bias is not None:
@@ -135,21 +135,21 @@ class NarrowHeads(Slot):
         self.four[3].take((read @ readers).flatten(0, 1).mT, bias + out.weight @ value.full_bias())
 
     def keep_products(self, query: OneMatrix, key: OneMatrix, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Queries become P q and keys R k, with P and R (heads, r, d)."""
+        """Replace queries by P q and keys by R k, with P and R (heads, r, d)."""
         bias = None if query.bias is None else (left @ query.bias.view(self.heads, -1, 1).to(left)).flatten()
         self.four[0].take((left @ query.by_head(self.heads).to(left)).flatten(0, 1), bias)
         self.four[1].take((right @ key.by_head(self.heads).to(right)).flatten(0, 1))
 
     def keep_values(self, value: OneMatrix, kept: torch.Tensor) -> None:
-        """Values become E v, with E (heads, r, d)."""
+        """Replace values by E v, with E (heads, r, d)."""
         self.four[2].take((kept @ value.by_head(self.heads).to(kept)).flatten(0, 1))
 
     def forward(self, base: Base, *args: Any, **kwargs: Any) -> Any:
-        """The original's signature: it is what is inside that differs."""
+        """Call the original, whose projections are replaced."""
         return base(*args, **kwargs)
 
     def fold(self, place: FoldPlace) -> None:
-        """The attention module splits into heads of the new size."""
+        """Make the attention module split into heads of the new size."""
         attention = place.at(self.attention)
         if any(slot is not self for slot in attention.slots):
             raise no_folded_form(attention, self)
@@ -157,17 +157,17 @@ class NarrowHeads(Slot):
 
 
 class FittedHeads(NarrowHeads):
-    """Narrower heads that `calibrate` fits."""
+    """Narrower heads fitted by `calibrate`."""
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
         return HeadsFitter(self, place, options)
 
 
 class HeadsFitter(Fitter):
-    """Queries and keys by their second moments; then values and outputs, on what is attended to from then on.
+    """Fitter of queries and keys by their second moments, then of values and outputs under the resulting attention.
 
-    The target is what the original block adds for the same inputs. Keys count by how they vary within a sequence: what
-    all of them share adds the same to the logits of a query. Memory does not depend on the number of tokens.
+    The target is the output of the original block for the same inputs. Keys enter by their variation within a sequence:
+    a shared component adds the same to all logits of a query. Memory does not depend on the number of tokens.
     """
 
     reads, calls, reduces = 2, True, True
@@ -192,7 +192,7 @@ class HeadsFitter(Fitter):
         return [fitter._fit(left, right, before.value(), data).error_after for fitter in alike]
 
     def _fit(self, left: torch.Tensor, right: torch.Tensor, before: float, data: Tokens) -> Fit:
-        """From the second moments of queries and keys, and the error of the slot as it was."""
+        """Fit, given the second moments of queries and keys and the error of the slot as it was."""
         slot, (query, key, value, _) = self.slot, self.sources
         slot.keep_products(query, key, *narrow_products(left, right, slot.size))
         train, test = self._outputs(data)
@@ -215,14 +215,14 @@ class HeadsFitter(Fitter):
         return Fit(slot.size, train.count, test.count, fit.ridge, before, fit.error, unknowns=unknowns)
 
     def _read(self, columns: torch.Tensor, train: SecondMoments, test: SecondMoments, ridges: Any) -> CorrectedFit:
-        """The output projection of what is kept."""
+        """Fit the output projection of the kept directions."""
         (fitted, target), (other, _) = self._kept(columns, train), self._kept(columns, test)
         features = torch.arange(len(columns), device=fitted.mean.device)
         metric = torch.eye(len(self.sources[3].weight)) if self.metric is None else self.metric
         return fit_corrected(fitted, other, features, target, metric, ridges)
 
     def _kept(self, columns: torch.Tensor, moments: SecondMoments) -> tuple[SecondMoments, Target]:
-        """Moments of what is kept of the heads, the target and what is missing."""
+        """Return the moments of the kept directions, the target and the missing part."""
         width, out = columns.shape[1], len(self.sources[3].weight)
         rest, kept = len(moments.mean) - width, moments.mapped(columns)
         weight = torch.eye(out, len(kept.mean), dtype=torch.float64).roll(len(columns), 1).to(kept.mean)
@@ -230,7 +230,7 @@ class HeadsFitter(Fitter):
         return kept, Target(weight, slice(behind, behind + out) if rest > out else None)
 
     def _keep(self, moments: SecondMoments) -> tuple[torch.Tensor, torch.Tensor]:
-        """The directions kept of each head, (heads, r, d), and as one matrix (heads·r, heads·d)."""
+        """Return the kept directions of each head, (heads, r, d), and as one matrix (heads·r, heads·d)."""
         width, out = len(self.sources[2].weight), len(self.sources[3].weight)
         gram, cross = moments.scatter[:width, :width], moments.scatter[width : width + out, :width]
         if self.metric is not None:
@@ -239,7 +239,7 @@ class HeadsFitter(Fitter):
         return kept, torch.block_diag(*kept)
 
     def _products(self, data: Tokens) -> tuple[torch.Tensor, torch.Tensor, ErrorMeter]:
-        """Second moments of queries and keys, both (heads, d, d), and the error of the slot as it is."""
+        """Return the second moments of queries and keys, both (heads, d, d), and the error of the slot as it is."""
         heads = self.slot.heads
         dim = len(self.sources[0].weight) // heads
         left, right = torch.zeros(2, heads, dim, dim, dtype=torch.float64)
@@ -260,8 +260,8 @@ class HeadsFitter(Fitter):
         return summed(left), summed(right), before
 
     def _outputs(self, data: Tokens) -> tuple[SecondMoments, SecondMoments]:
-        """Moments of what the heads give with all of their values, of the target, and with a metric of what is missing;
-        of fitted and of held-out tokens."""
+        """Return the moments of the heads' outputs with all values, the target and, with a metric, the missing part;
+        for fitted and for held-out tokens."""
         width, out = len(self.sources[2].weight), len(self.sources[3].weight)
         most = width + out * (1 if self.metric is None else 2)
         train, test = SecondMoments(most), SecondMoments(most)
@@ -278,14 +278,14 @@ class HeadsFitter(Fitter):
         return train, test
 
     def _run(self, call: Call, originals: tuple[int, ...] = ()) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Input and output of the four projections in one call of the block, some of them the original ones."""
+        """Return inputs and outputs of the four projections in one call of the block, with the given `originals`."""
         seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         hooks = []
         for number, slot in enumerate(self.slot.four):
             slot.original = number in originals
             hooks.append(slot.register_forward_hook(partial(_note, seen, number)))
         try:
-            # A cache would be filled by every call.
+            # Otherwise every call would fill a cache.
             self.block(*call.args, **{key: None if key == "past_key_values" else v for key, v in call.kwargs.items()})
         finally:
             for slot, hook in zip(self.slot.four, hooks, strict=True):
@@ -299,7 +299,7 @@ def _note(seen: dict[int, Any], number: int, slot: nn.Module, args: tuple[Any, .
 
 
 def real_places(x: torch.Tensor, mask: Any) -> torch.Tensor:
-    """(batch, tokens, 1), 1 at the real tokens of x (batch, tokens, dim), 0 at padding; 1 without such a mask."""
+    """Return (batch, tokens, 1): 1 at real tokens of x (batch, tokens, dim), 0 at padding; 1 without such a mask."""
     if isinstance(mask, torch.Tensor) and mask.shape == x.shape[:2]:
         return mask.to(x.device, torch.float64).unsqueeze(-1)
     return torch.ones(*x.shape[:2], 1, dtype=torch.float64, device=x.device)

@@ -1,4 +1,4 @@
-"""A smaller Linear in the place of a pretrained one, shared by narrower attention heads and narrower FFNs."""
+"""A smaller Linear in place of a pretrained one, used by narrower attention heads and narrower FFNs."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from snnk_peft.layers.slots import Slot
 
 
 class NarrowLinear(Slot):
-    """A matrix, and no memory of the original."""
+    """A Linear that holds no reference to the original."""
 
     replaces = True
 
     def __init__(self, in_features: int, out_features: int, bias: bool):
         super().__init__()
-        # A module of its own: accelerate moves what a module with tensors is called with, here the original.
+        # A separate module: accelerate moves the arguments of modules with tensors, here the original.
         self.linear = nn.Linear(in_features, out_features, bias, device="meta")  # which draws no random numbers
         self.linear.weight = nn.Parameter(torch.empty(out_features, in_features))
         if bias:
             self.linear.bias = nn.Parameter(torch.empty(out_features))
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """The Linear; PEFT keeps what is trained in fp32, also in a model of half precision."""
+        """Apply the Linear; PEFT keeps trained parameters in fp32, also in a half-precision model."""
         return as_a_linear(self.linear(x.to(self.linear.weight.dtype)), x)
 
     def take(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -55,5 +55,5 @@ class OneMatrix:
         return self.weight.unflatten(0, (heads, -1))
 
     def full_bias(self) -> torch.Tensor:
-        """(out,), zeros where there is none."""
+        """Return the bias (out,), zeros if there is none."""
         return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias

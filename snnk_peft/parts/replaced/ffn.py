@@ -27,7 +27,7 @@ TRIED = (1 / 48, 1 / 16, 1 / 6, 1 / 3)  # of the hidden units, by `plan`
 class FFNPart(ReplacingPart):
     """Expansion and activation of the feed-forward block become Φ(x) Aᵀ + b; the contraction stays (4.4, J.4).
 
-    `calibrate` replaces the start of A by a fit to real activations.
+    `calibrate` replaces the initial A by a fit to real activations.
     """
 
     component: str = option("gelu", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
@@ -103,7 +103,7 @@ def _replace(
     options: dict[str, object] = {"append_input": part.linear_path}
     importance = None
     if part.needs_layer:
-        # Without data, a unit matters by how much it varies times how much of it the contraction passes on.
+        # Without data, a unit's importance is its variation times the norm of its column in the contraction.
         with at_hand(ffn_in), at_hand(ffn_out):
             spread = (wide_on_cpu(ffn_in.weight) * std).norm(dim=1)
             importance = spread.to(ffn_in.weight.device) * ffn_out.weight.detach().float().norm(dim=0)

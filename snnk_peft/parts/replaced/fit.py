@@ -1,16 +1,16 @@
 """Fit the replacement of a Linear and its activation, in one pass over the data.
 
-Fitted front to back: inputs come from the stack as converted so far, targets from the original on those very inputs.
-Where a Linear W₂ reads the output and there is a metric of what comes behind it, the target is W₂ h and what is missing
-there of the original's stream, and the readout A the one of least norm that gives W₂ A. The pass keeps, in fp64 and
-whatever the number of tokens,
+Fitted front to back: inputs come from the stack as converted so far, targets from the original on the same inputs. If a
+Linear W₂ reads the output and there is a metric at its output, the target is W₂ h plus the missing part of the
+original's stream there, and the readout A is the minimum-norm one with that W₂ A. The pass keeps, in fp64 and
+independent of the number of tokens,
 
-    landmarks that are hidden units     second moments of all units: of these the choice and the readout follow
+    landmarks that are hidden units     second moments of all units, which determine the choice and the readout
     landmarks under another function    the same for the choice, and a random sample of tokens for the readout
     rows that are drawn or learned      moments of features and targets
 
-With `steps`, the sample is kept in any case: gradient descent moves the rows, and the readout is solved for again. Rows
-that are drawn stay as they were drawn, steps or not.
+With `steps`, the sample is always kept: gradient descent trains the rows, and the readout is solved for again. Random
+rows are never trained.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ SINGULAR = 1e-12  # of the contraction's squared size: directions below do not c
 
 
 class ReplacedFitter(Fitter):
-    """Fits the readout of a replacement, and its rows, where they are the layer's or learned.
+    """Fitter of a replacement's readout, and of its rows if they are the layer's or learned.
 
     Args:
         layer: the replacement.
         activation: path in the model of the activation that it contains, or None.
         following: path in the model of the Linear that reads the output, or None; errors are measured after it.
-        place: where it stands.
-        options: of `calibrate`.
+        place: the module it replaces.
+        options: options of `calibrate`.
     """
 
     reduces = True
@@ -77,13 +77,13 @@ class ReplacedFitter(Fitter):
 
     @property
     def landmarks(self) -> Projection | None:
-        """The projection, if its rows are units of the layer and can be chosen by their effect on the output."""
+        """The projection, if its rows are units of the layer that can be chosen by their effect on the output."""
         projection = self.layer.stage.feature_map.projection
         return projection if projection.selects_rows and self.output_weight is not None else None
 
     @property
     def moved(self) -> list[str]:
-        """Tensors of the stage that descent may move."""
+        """Names of the stage's tensors that gradient descent may train."""
         if not self.options.steps:
             return []
         stage = self.layer.stage
@@ -92,7 +92,7 @@ class ReplacedFitter(Fitter):
         return [name for name, _ in stage.named_parameters()]
 
     def features_are_hidden_units(self) -> bool:
-        """True if a landmark's feature equals a hidden unit: the component is the original activation."""
+        """Return whether a landmark's feature equals a hidden unit: the component is the original activation."""
         z = torch.linspace(-6, 6, 97, device=self.layer.A.device)
         component = self.layer.stage.feature_map.component
         if not component.elementwise():
@@ -101,7 +101,7 @@ class ReplacedFitter(Fitter):
 
     @property
     def given(self) -> int:
-        """Number of inputs that the readout sees beside hidden units."""
+        """Number of inputs that the readout sees in addition to hidden units."""
         stage = self.layer.stage
         return stage.dim if stage.append_input and self.features_are_hidden_units() else 0
 
@@ -148,18 +148,18 @@ class ReplacedFitter(Fitter):
 
     @property
     def chooses_units(self) -> bool:
-        """True if the features are hidden units, none of them moved."""
+        """Whether the features are hidden units, none of them trained."""
         units = self.landmarks is not None and self.features_are_hidden_units()
         return units and not self.given and not self.moved
 
     @property
     def _width(self) -> int:
-        """Numbers of a row of what is missing behind the contraction; 0 without a metric."""
+        """Width of the missing part behind the contraction; 0 without a metric."""
         return 0 if self.metric is None else len(self.metric)
 
     def _moments(self) -> Any:
-        """An accumulator for hidden units, inputs that the readout sees beside them, and what is missing; else for
-        features and targets."""
+        """Create an accumulator for hidden units, the readout's further inputs and the missing part; else for features
+        and targets."""
         if self.landmarks is not None:
             return SecondMoments(self.layer.out_features + self.given + self._width)
         return self._feature_moments()
@@ -196,7 +196,7 @@ class ReplacedFitter(Fitter):
         return [given.missing.to(given.inputs)]
 
     def _measure(self, meter: ErrorMeter, given: Given, hidden: torch.Tensor) -> None:
-        """Add the error of the layer as it is."""
+        """Add the error of the current layer."""
         if self.metric is None:
             meter.update(hidden, self.layer(given.inputs))
         else:
@@ -223,7 +223,7 @@ class ReplacedFitter(Fitter):
     def _judged_fit(
         self, train: SecondMoments, test: SecondMoments, features: torch.Tensor, start: int
     ) -> CorrectedFit:
-        """The readout of some coordinates of vectors that hold the hidden units from `start` on."""
+        """Fit the readout of some coordinates of vectors that hold the hidden units from `start` on."""
         options, units, target = self.options, self.layer.out_features, self._target(start, len(train.mean))
         metric = torch.eye(len(target.weight)) if self.metric is None else self.metric
         fit = fit_corrected(train, test, features, target, metric, options.ridges)
@@ -240,14 +240,15 @@ class ReplacedFitter(Fitter):
         return fit._replace(weight=weight, bias=bias)
 
     def _target(self, start: int, width: int) -> Target:
-        """W₂ h, and what is missing, of vectors of `width` numbers, with h from `start` on and what is missing last."""
+        """Return W₂ h plus the missing part as a target, for vectors with h from `start` on and the missing part
+        last."""
         assert self.output_weight is not None
         behind = start + self.layer.out_features
         weight = nn.functional.pad(self.output_weight.double(), (start, width - behind))
         return Target(weight, slice(width - self._width, width) if self._width else None)
 
     def _before(self, behind: torch.Tensor) -> torch.Tensor:
-        """The least numbers at the hidden units (l, n) of which the contraction makes `behind` (o, n)."""
+        """Return the minimum-norm hidden units (l, n) that the contraction maps to `behind` (o, n)."""
         assert self.output_weight is not None
         weight = self.output_weight.to(behind)
         square = weight @ weight.T
@@ -262,7 +263,7 @@ class ReplacedFitter(Fitter):
         return self._take(self._judged_fit(train, test, torch.arange(count, device=train.mean.device), count))
 
     def _chosen(self, moments: SecondMoments) -> torch.Tensor:
-        """The landmarks, the most valuable first."""
+        """Choose the landmarks, the most valuable first."""
         projection = self.landmarks
         assert projection is not None
         weight = self._target(0, len(moments.mean)).at(1.0)
@@ -272,7 +273,7 @@ class ReplacedFitter(Fitter):
         return choose_landmarks(moments, weight, projection.num_features, rule=rule, given=self.given, units=units)
 
     def _select_rows(self, order: torch.Tensor) -> torch.Tensor:
-        """Copy the rows of the first landmarks; returns their indices, ascending."""
+        """Copy the rows of the first landmarks; return their indices, ascending."""
         projection = self.landmarks
         assert projection is not None
         chosen = order[: projection.num_features]
@@ -283,7 +284,7 @@ class ReplacedFitter(Fitter):
             return projection.select(linear.weight, linear.bias, importance.to(linear.weight.device))
 
     def _refit(self, fitted: Given, held_out: Given) -> RidgeFit | CorrectedFit:
-        """Put in the best readout for the rows as they are now."""
+        """Install the best readout for the current rows."""
         train, test = self._feature_moments(), self._feature_moments()
         for moments, tokens in ((train, fitted), (test, held_out)):
             for part in tokens.split(ROWS):
@@ -296,10 +297,10 @@ class ReplacedFitter(Fitter):
         return fit
 
     def _descend(self, start: Any, fitted: Given, held_out: Given) -> Any:
-        """Move the rows and solve for the readout again; undone unless the error falls."""
+        """Train the rows and solve for the readout again; undo this unless the error falls."""
         layer = self.layer
         old = {name: value.clone() for name, value in layer.state_dict().items()}
-        # All of it after the contraction: fewer values than hidden units, and the error that counts.
+        # Everything behind the contraction: fewer values than hidden units, and the relevant error.
         readout = self._judged(self._behind(layer.A.T)).T, self._judged(self._behind(layer.bias))
         wanted = [part.target(self._behind(self.target(part.inputs))) for part in fitted.split(ROWS)]
         targets = self._judged(torch.cat(wanted))
@@ -322,7 +323,7 @@ class ReplacedFitter(Fitter):
 
 
 def _packed(given: Given, width: int) -> torch.Tensor:
-    """Inputs, what is missing (n, width) and the weights in one tensor, for a sample of rows."""
+    """Pack inputs, the missing part (n, width) and the weights into one tensor, for a sample of rows."""
     inputs = given.inputs
     missing = inputs.new_zeros(len(inputs), width) if given.missing is None else given.missing.to(inputs)
     weight = inputs.new_ones(len(inputs)) if given.weight is None else given.weight.to(inputs)

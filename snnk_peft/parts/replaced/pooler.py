@@ -1,19 +1,19 @@
-"""The pooler: dense + activation on the first token become Φ(x) Aᵀ + b (SNNK paper, 4.3.1, App. E and J.1).
+"""The pooler: dense layer and activation on the first token become Φ(x) Aᵀ + b (SNNK paper, 4.3.1, App. E and J.1).
 
 Inputs and pretrained weights are both scaled by dim^-¼, so that their inner products are those of vectors of length
-about one per coordinate pair. Where a model calls the activation as a function (RoBERTa, DistilBERT), it cannot be
-taken out: then only the dense layer is replaced, and the target is its linear output.
+about one per coordinate pair. If a model calls the activation as a function (RoBERTa, DistilBERT), it cannot be
+removed: then only the dense layer is replaced, and the target is its linear output.
 
-Image classifiers have none: their head reads the vector x of an image, [CLS] or a mean. They get a new one (J.1.2):
+Image classifiers have none: their head reads one vector x per image, [CLS] or a mean. They get a new one (J.1.2):
 
     W_c x + b_c   becomes   W_c (Φ(x) Aᵀ + b) + b_c    and folds to   (W_c A) Φ(x) + (W_c b + b_c), classes × features.
 
-There is no pretrained dense layer to start from. A and b start as the best readout of x itself for Gaussian x
+There is no pretrained dense layer to start from. A and b are initialised to the best readout of x itself for Gaussian x
 (Nyström), so that the head, pretrained or new, still receives x, through num_features directions; `calibrate` fits them
-to real x. Φ sees x without the mean and scale of the LayerNorm before it or, where there is none (means of patches,
-DINOv2's pair of vectors), each vector normalised, and scaled by dim^-½: pre-activations are of size one. The dim^-¼
-above belongs to pretrained weights; here it would leave no readout of x at width 768, because E[x cos(ω·x)] falls like
-e^(-√dim / 2).
+to real x. Φ sees x without the mean and scale of the LayerNorm before it or, if there is none (means of patches,
+DINOv2's pair of vectors), each vector normalised, and scaled by dim^-½ for unit pre-activations. The dim^-¼ above is
+for pretrained weights; here no readout of x would be left at width 768, because E[x cos(ω·x)] decays like e^(-√dim /
+2).
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from snnk_peft.parts.replaced.slots import Bypass, Replace, ReplacingPart
 class PoolerPart(ReplacingPart):
     """The pooler's dense layer and activation become Φ(x) Aᵀ + b (SNNK paper, 4.3.1 and J.1).
 
-    Inputs and pretrained weights are both scaled by dim^-¼. `layers` has no meaning here. An image classifier has no
-    pooler and gets a new one before its classifier: Φ(x) Aᵀ + b for x, at first as near to x as num_features allow.
+    Inputs and pretrained weights are both scaled by dim^-¼. `layers` has no effect. An image classifier has no pooler
+    and gets a new one before its classifier: Φ(x) Aᵀ + b, initially as close to x as num_features allow.
     """
 
     component: str = option("cos", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
@@ -108,18 +108,18 @@ class PoolerPart(ReplacingPart):
 
 
 class ReplacePooler(Replace):
-    """Replacement of a pooler, which the task head reads."""
+    """Replacement of a pooler whose output the task head reads."""
 
     def read_by(self, place: FoldPlace, reader: FoldPlace) -> None:
         reader.reads_features(place)
 
 
 class NewPooler(Replace):
-    """head(Φ(x) Aᵀ + b): a pooler where the model has none, in front of the Linear that reads the image's vector.
+    """A pooler for a model that has none, in front of the Linear that reads the image's vector: head(Φ(x) Aᵀ + b).
 
     Args:
         layer: the pooler, dim to dim.
-        head: path of that Linear, around which the slot stands.
+        head: path of that Linear, which the slot wraps.
         alone: whether no other head has a pooler.
     """
 
@@ -134,7 +134,7 @@ class NewPooler(Replace):
         return base(self.layer(x))
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """Ridge regression of x itself on its features, with errors as the head sees them."""
+        """Return the fitter: ridge regression of x itself on its features, with errors measured behind the head."""
         return NewPoolerFitter(self.layer, self.activation, self.following, place, options)
 
     def fold(self, place: FoldPlace) -> None:
@@ -149,15 +149,15 @@ class NewPooler(Replace):
 
 
 class NewPoolerFitter(ReplacedFitter):
-    """Fits a pooler where the original has none: its target is its input."""
+    """Fitter of a pooler that the original does not have: its target is its input."""
 
     def target(self, x: torch.Tensor) -> torch.Tensor:
-        """x itself, which the head would read."""
+        """Return x itself, which the head would read."""
         return x
 
 
 def _input_statistics(context: PatchContext, dim: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Mean and standard deviation of what the pooler reads; None, which stands for 0 and 1, where no norm tells."""
+    """Return mean and standard deviation of the pooler's inputs; None, for 0 and 1, if no norm determines them."""
     family, model = context.family, context.model
     if family.last_norm is None:
         return None, None

@@ -1,9 +1,9 @@
-"""Replacement of a Linear and its activation: the slots of FFN and pooler, how they fold and are fitted.
+"""Replacement of a Linear and its activation: the slots of FFN and pooler, and how they fold.
 
     f(W x + b)            is replaced by   Φ(x) Aᵀ + a
     W₂ f(W x + b)         folds to         (W₂ A) Φ(x) + ...      where a Linear W₂ reads the output
 
-How they are fitted is in fit.py.
+Fitting is in fit.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from snnk_peft.parts.replaced.fit import ReplacedFitter
 
 @dataclass
 class ReplacingPart(FeaturePart):
-    """Base of the parts that replace a Linear and its activation."""
+    """Base class of the parts that replace a Linear and its activation."""
 
     init: str = option(
         "nystrom",
@@ -48,13 +48,13 @@ class ReplacingPart(FeaturePart):
 
 
 class Replace(Slot):
-    """layer(x) instead of the original module and the activation after it.
+    """Slot that computes layer(x) instead of the original module and the activation after it.
 
     Args:
         layer: the replacement.
         activation: path in the model of the activation that the replacement contains, or None.
-        following: path in the model of the Linear that reads the output, or None; calibration measures errors after
-            it, bundling multiplies it in.
+        following: path in the model of the Linear that reads the output, or None; calibration measures errors after it,
+            bundling folds into it.
     """
 
     replaces = lets_pass = True
@@ -68,14 +68,14 @@ class Replace(Slot):
         return self.layer(x)
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """Ridge regression of the original's output on the features."""
+        """Return the fitter: ridge regression of the original's output on the features."""
         return ReplacedFitter(self.layer, self.activation, self.following, place, options)
 
     def changes(self, path: str) -> tuple[str, ...]:
         return tuple(each for each in (path, self.activation, self.following) if each is not None)
 
     def fold(self, place: FoldPlace) -> None:
-        """The features, and the readout multiplied into the following Linear, or a Linear of its own."""
+        """Fold to the features and a Linear: the readout multiplied into the following Linear, or its own."""
         between = (place.path,) if self.activation is None else (place.path, self.activation)
         check_passing(place.at(path) for path in between)
         reader = None if self.following is None else place.at(self.following)
@@ -96,11 +96,11 @@ class Replace(Slot):
         place.remark(f"{place.path}: its readout stays a Linear of its own, because {reason}")
 
     def read_by(self, place: FoldPlace, reader: FoldPlace) -> None:
-        """The readout was multiplied into `reader`."""
+        """Record that the readout was multiplied into `reader`."""
 
 
 class Bypass(Slot):
-    """x instead of the original module: an activation that a replacement already contains."""
+    """Slot that returns x instead of the original module, an activation that a replacement already contains."""
 
     replaces = lets_pass = True
 

@@ -1,1 +1,1 @@
-"""What the kernels of all folders share: `tiles` on the device, `launching` and `operating` on the host."""
+"""Code shared by the kernels of all folders: `tiles` on the device, `launching` and `operating` on the host."""

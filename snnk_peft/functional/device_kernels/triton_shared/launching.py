@@ -153,7 +153,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def flags(mask: Tensor | None, otherwise: Tensor) -> Tensor:
-    """Where the mask lies; without one, any memory: it is not read."""
+    """Return the memory of the mask; without a mask any memory, which is not read."""
     return otherwise if mask is None else mask.contiguous()
 
 
