@@ -49,8 +49,10 @@ class KeptMaps(_Empty):
 
     def of(self, term: Term, statistics: Mapping[str, torch.Tensor], root: float, like: torch.Tensor) -> Pair | None:
         """Return `AttentionTerm.logarithms`, cached unless the component adapts to the tokens."""
-        if statistics or torch.is_grad_enabled() or exporting():
-            return term.prepared(statistics, root, like)
+        if exporting():
+            return term.prepared(statistics, root, like)  # formed beforehand (exporting/formed_maps.py)
+        if statistics or torch.is_grad_enabled():
+            return term.logarithms(statistics, root, like)
         kind, kept = (root, like.dtype, like.device), self._found.get(term)
         if kept is None or kept[0] != kind:
             if (found := term.logarithms(statistics, root, like)) is None:
