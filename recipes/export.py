@@ -35,13 +35,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--format", default="onnx", choices=("onnx", "torch"), help="onnx (default) or torch")
     parser.add_argument("--output", type=Path, help="the file (default: FOLDER/model.onnx or FOLDER/model.pt2)")
     parser.add_argument("--int8", action="store_true", help="eight-bit Linears (onnx)")
+    parser.add_argument("--cache", action="store_true", help="a converted decoder with its state, token by token")
     parser.add_argument("--overwrite", action="store_true", help="replace an older file")
     arguments = parser.parse_intermixed_args(argv)
     from snnk_cli import exporting  # with torch, for which `--help` need not wait
 
     overrides = [*([f"task={arguments.task}"] if arguments.task else []), *arguments.overrides]
-    given = arguments.folder, overrides, arguments.format, arguments.output, arguments.int8, arguments.overwrite
-    return guarded(lambda: exporting.export_model(*given, []))
+    given = arguments.folder, overrides, arguments.format, arguments.output, []
+    options = {name: vars(arguments)[name] for name in ("int8", "cache", "overwrite")}
+    return guarded(lambda: exporting.export_model(*given, **options))
 
 
 if __name__ == "__main__":

@@ -173,6 +173,7 @@ def convert(
             bundle = shlex.quote(str(target / "bundle"))
             if _is_decoder(target / "bundle"):
                 print(f"next: snnk score {bundle} --texts LONG.txt --beside {shlex.quote(model)}")
+                print(f"      snnk export {bundle} --cache --int8")
             else:
                 print(f"next: snnk score {bundle} --table LABELLED.csv\n      snnk export {bundle} --int8")
         return code
@@ -233,6 +234,7 @@ def export(
     task: Annotated[str | None, typer.Option(help="short for task=NAME; a run knows its own")] = None,
     format: Annotated[str, typer.Option(help="onnx or torch")] = "onnx",
     int8: Annotated[bool, typer.Option("--int8", help="eight-bit Linears (onnx)")] = False,
+    cache: Annotated[bool, typer.Option("--cache", help="a converted decoder with its state, token by token")] = False,
     output: Annotated[Path | None, typer.Option(help="the file (model.onnx or model.pt2 in the folder)")] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -245,7 +247,9 @@ def export(
         from snnk_cli.exporting import export_model
         from snnk_cli.files import guarded
 
-        return guarded(lambda: export_model(model, given, format, output, int8, overwrite, written))
+        return guarded(
+            lambda: export_model(model, given, format, output, written, int8=int8, cache=cache, overwrite=overwrite)
+        )
 
     _done(work, as_json, lambda: _read(written[0].with_suffix(".metrics.json")))
 

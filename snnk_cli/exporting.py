@@ -39,9 +39,8 @@ def export_model(
     overrides: list[str],
     format: str,
     output: Path | None,
-    int8: bool,
-    overwrite: bool,
     written: list[Path],
+    **options: bool,
 ) -> int:
     """Load, export, score, write; returns the exit code (0 done, 2 a package is missing).
 
@@ -50,9 +49,8 @@ def export_model(
         overrides: settings of task and data.
         format: a key of `SUFFIXES`.
         output: the file; None for one in the folder, or in the current one if the model is on the Hub.
-        int8: quantise Linears to int8.
-        overwrite: replace an existing file.
         written: list to which the file is appended.
+        options: `int8`, `cache` and `overwrite` of `snnk_peft.export`.
     """
     quiet()
     folder = local_folder(name)
@@ -63,18 +61,18 @@ def export_model(
     target = output or mine.with_name(f"{mine.name}{SUFFIXES[format]}")
     written.append(target)
     check_writable(target.parent)
-    if target.exists() and not overwrite:
+    if target.exists() and not options["overwrite"]:
         raise ConfigError(f"{target} exists; replace it with --overwrite, or choose another --output")
     with alone(target):
         try:
-            _export_to(target, folder, overrides, format, int8, overwrite)
+            _export_to(target, folder, overrides, format, options)
         except ImportError as error:  # from optional packages; says what to install
             print(f"error: {error}", file=sys.stderr)
             return 2
     return 0
 
 
-def _export_to(target: Path, folder: Path, overrides: list[str], format: str, int8: bool, overwrite: bool) -> None:
+def _export_to(target: Path, folder: Path, overrides: list[str], format: str, options: dict[str, Any]) -> None:
     # --- model and data ----------------------------------------------------------------------------------------------
     started = settings_of(folder)
     run = None if started is None else load_config(FinetuneConfig, started)
@@ -91,14 +89,7 @@ def _export_to(target: Path, folder: Path, overrides: list[str], format: str, in
 
     # --- export ------------------------------------------------------------------------------------------------------
     try:
-        report = export(
-            model.eval(),
-            format,
-            target,
-            batches=batches,
-            int8=int8,
-            overwrite=overwrite,
-        )
+        report = export(model.eval(), format, target, batches=batches, **options)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     print(report)

@@ -27,6 +27,7 @@ FULL: dict[str, Any] = {"full_heads": [[0, 1]], "position_free": True}
 KINDS: dict[str, dict[str, Any]] = {
     "features": {},
     "position-free": {"position_free": True},
+    "no sinks": {"sinks": 0},
     "a full head": FULL,
     "a full head in 8 bits": {**FULL, "cache_bits": 8},
     "a full head in 4 bits": {**FULL, "cache_bits": 4},
@@ -36,7 +37,7 @@ TYPES |= {"tensor(float16)": np.float16}
 
 
 def decoder(**options: Any) -> Any:
-    part = AttentionPart(**JOINT, **options)
+    part = AttentionPart(**(JOINT | options))
     model = get_snnk_model(causal_model("llama"), SNNKConfig(attention=part, modules_to_save=[]))
     return bundle(trained(model.eval())).eval()
 

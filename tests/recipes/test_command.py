@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -192,6 +193,40 @@ def test_a_language_model_is_scored_on_texts(
     assert re.search(r"long.txt holds \d+ tokens; expected 8192", capsys.readouterr().err)
     assert snnk("score", place / "model", "--texts", "long.txt") == 2
     assert "expected a causal language model" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_language_model_is_exported_with_its_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Token by token its logits are those of the model over the whole text."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    monkeypatch.chdir(tmp_path)
+    write_decoder(tmp_path / "model", 1024)
+    part = AttentionPart(near_field=16, near_field_normalisation="joint", sinks=2, num_features=4)
+    model = AutoModelForCausalLM.from_pretrained("model").eval()
+    small = bundle(get_snnk_model(model, SNNKConfig(attention=part, modules_to_save=[]))).eval()
+    small.save_pretrained("small")
+    AutoTokenizer.from_pretrained("model").save_pretrained("small")
+
+    assert snnk("export", "small", "--cache", "--int8", "--output", "eight.onnx", "--json") == 0
+    assert printed(capsys)["int8"]["examples"] == 64
+    assert snnk("export", "small", "--cache", "--json") == 0
+    session = onnxruntime.InferenceSession(tmp_path / "small" / "model.onnx")
+    kinds = {"tensor(float)": np.float32, "tensor(bool)": bool, "tensor(int64)": np.int64}
+    entries = [entry for entry in session.get_inputs() if entry.name.startswith("past.")]
+    state = {entry.name: np.zeros([1, *entry.shape[1:]], kinds[entry.type]) for entry in entries}
+    ids, found = torch.randint(300, (1, 60), generator=torch.Generator().manual_seed(0)), []
+    for token in ids[0].tolist():
+        given = {"input_ids": np.array([[token]]), "attention_mask": np.array([[1]])}
+        logits, *after = session.run(None, given | state)
+        state = {
+            entry.name.replace("present.", "past."): value
+            for entry, value in zip(session.get_outputs()[1:], after, strict=True)
+        }
+        found.append(torch.from_numpy(logits))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(found, 1), small(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_passkeys_are_looked_for(tmp_path: Path) -> None:
