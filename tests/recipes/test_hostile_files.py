@@ -40,8 +40,8 @@ except ConfigError as error:
 
 
 def refusal(task: str, path: Path) -> str:
-    """The message of a process of its own, which may take 2 GB more than the libraries and two minutes."""
-    done = run_python(["-c", LOAD, task, str(path), str(RECIPES)], timeout=120)
+    """The message of a process of its own, which may take 2 GB more than the libraries and five minutes."""
+    done = run_python(["-c", LOAD, task, str(path), str(RECIPES)], timeout=300)
     assert done.returncode == 3, (done.returncode, done.stderr[-2000:])
     assert str(path) in done.stdout
     return done.stdout
