@@ -23,6 +23,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.texts import batches_by_length, drawn
 
 RECORD = "conversion.json"
+SAMPLES = 2500  # examples of a task, unless it is said how many
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def converted(pipeline: Pipeline, config: ConvertConfig) -> Conversion:
 
 def _shares(data: Data, config: ConvertConfig, world: int) -> list[list[int]]:
     """Return the indices of the calibration examples, in batches of similar length."""
-    chosen = drawn(len(data.train), config.convert.samples, config.train.seed)
+    chosen = drawn(len(data.train), config.convert.samples or SAMPLES, config.train.seed)
     # Whole batches are held out: at least eight batches, so that one is a small share, and at least one per process.
     size = min(config.convert.batch_size, max(1, len(chosen) // max(8, world)))
     return batches_by_length(data.train.lengths, chosen, size)

@@ -70,7 +70,9 @@ class ConversionSection:
     parts: list[dict[str, Any]] | None = option(
         None, "further parts, of which there may be several of one kind: each names its 'part' beside its fields"
     )
-    samples: int = option(2500, "examples that are read, drawn with train.seed", low=8)
+    samples: int | None = option(
+        None, "examples that are read, drawn with train.seed; null for 2,500 of a task, or 20,000 texts", low=8
+    )
     batch_size: int = option(32, "examples per forward pass, of similar length", low=1)
     landmarks: str = option("greedy", "how landmarks are chosen", choices=("greedy", "importance"))
     held_out: float = option(0.2, "share of the batches that chooses the regularisation", above=0, high=0.9)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from snnk_cli.config import Request, load_config
-from snnk_cli.conversion import RECORD, Conversion, converted, of_task, restored, timed_inputs
+from snnk_cli.conversion import RECORD, SAMPLES, Conversion, converted, of_task, restored, timed_inputs
 from snnk_cli.convert_settings import ConvertConfig
 from snnk_cli.converting_texts import convert_texts
 from snnk_cli.data import ExampleSet
@@ -69,7 +69,7 @@ class Converting(Experiment[ConvertConfig]):
         # Without training, no more than the calibration reads.
         limit = config.data.max_train_samples
         if not config.train.epochs:
-            limit = min(config.convert.samples, limit or config.convert.samples)
+            limit = min(most := config.convert.samples or SAMPLES, limit or most)
         texts = None if config.data.texts is None else read_texts(config.data)
         wanted = tuple(config.data.splits or task.validation_splits)
         # One of two validation sets may be missing; the task allows that only without `splits`.

@@ -107,7 +107,7 @@ def convert(
         model: a transformers model, a SentenceTransformer, or the folder or Hub id of one.
         data: examples of the kind that the model will see. A list of texts, or of pairs of texts; a file of texts (.txt
             with one per line, .csv, .tsv, .jsonl, .parquet); a `datasets.Dataset` or DataFrame; images, or a folder of
-            them; or batches of model inputs, as `calibrate` takes them. A share (15%, but at most 1,000 examples and
+            them; or batches of model inputs, as `calibrate` takes them. A share (15%, but at most 500 examples and
             100,000 tokens of text) is held out from everything, to compare the two models.
         budget: "2x" for half of the cost, or the share of the cost to keep, in (0, 1), for which `plan` chooses parts
             and sizes. None converts `parts` as they are.
@@ -121,7 +121,8 @@ def convert(
         parts: the candidates of the plan, or the parts to convert; None for all that suit the model.
         tokenizer: tokenizer or image processor; None loads the one saved with the model.
         text: name of the text column, or names of the two columns with pairs; None for "text".
-        samples: maximum number of examples, drawn by the seed; None: 2,500 texts or 640 images.
+        samples: maximum number of examples, drawn by the seed; None: 20,000 texts or 640 images. A fit
+            needs a part of them; the steps of a long recovery take texts that they have not seen while there are any.
         max_length: tokens per text; None for the model's maximum, but at most 512.
         pooling: how an encoder without a head turns token states into a vector: "mean", "first" or "last". A
             SentenceTransformer has its own.

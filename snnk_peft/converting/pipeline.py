@@ -162,7 +162,7 @@ class Pipeline:
         batches = self.examples.fitted
         if not (self.recover or self.steps) or len(batches) < FEW:
             return batches
-        held = judging(len(batches))
+        held = judging(batches)
         return [batch for number, batch in enumerate(batches) if number not in held]
 
     def finished(self, fitted: Fitted) -> Result:

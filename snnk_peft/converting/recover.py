@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from snnk_peft.calibrating.answers import Answers, Rows
-from snnk_peft.calibrating.batches import is_held_out, model_inputs
+from snnk_peft.calibrating.batches import examples_in, is_held_out, model_inputs, tokens_of
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.solvers.reduce import ErrorMeter
 
 HELD_OUT = 0.125  # of the batches, to choose the weights
+JUDGES, JUDGED_TOKENS = 320, 40_000  # examples and tokens that are enough for it
 CHECKS = 4  # times that the weights are compared on them
 WARM_UP, DECAY = 10, 0.01
 USUAL = 0.05  # root of the mean square of a matrix's entries; narrower heads have values of .006 before outputs of .7
@@ -73,11 +74,11 @@ class Wanted:
         self.kept: dict[int, tuple[Rows, list[Tensor]]] = {}
         self.room = KEPT
 
-    def of(self, number: int, inputs: Mapping[str, Any]) -> tuple[Rows, list[Tensor]]:
-        """Return the answers and the states behind each layer for one batch."""
+    def of(self, number: int, inputs: Mapping[str, Any], states: bool = True) -> tuple[Rows, list[Tensor]]:
+        """Return the answers and, unless only these are asked for, the states behind each layer for one batch."""
         if number in self.kept:
             return self.kept[number]
-        found = self.computed(inputs)
+        found = self.computed(inputs, states)
         size = sum(each.numel() * each.element_size() for each in (*found[0].values(), *found[1]))
         if size <= self.room:
             self.kept[number] = found
@@ -85,9 +86,9 @@ class Wanted:
         return found
 
     @torch.no_grad()
-    def computed(self, inputs: Mapping[str, Any]) -> tuple[Rows, list[Tensor]]:
+    def computed(self, inputs: Mapping[str, Any], states: bool = True) -> tuple[Rows, list[Tensor]]:
         """Compute the same for any inputs, without keeping them."""
-        outputs = self.original(**inputs, output_hidden_states=True)
+        outputs = self.original(**inputs, output_hidden_states=states)
         return self.answers.read(outputs, inputs), list(outputs.get("hidden_states") or ())[1:]
 
 
@@ -122,9 +123,11 @@ def cut(inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tens
     return found
 
 
-def judging(count: int) -> list[int]:
-    """Return the indices of the batches, out of `count`, that select the weights."""
-    return [number for number in range(count) if is_held_out(number, HELD_OUT)] or [count - 1]
+def judging(batches: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the indices of the batches that select the weights: evenly spaced, an eighth, or enough of them."""
+    examples, tokens = (sum(map(count, batches)) for count in (examples_in, tokens_of))
+    share = min(HELD_OUT, JUDGES / max(1, examples), JUDGED_TOKENS / max(1, tokens))
+    return [number for number in range(len(batches)) if is_held_out(number, share)] or [len(batches) - 1]
 
 
 def recover(
@@ -143,7 +146,7 @@ def recover(
     Args:
         model: plain, in full precision; left in eval mode, and unchanged if no step brought it closer.
         original: the model that it was made from.
-        batches: inputs of both; an eighth of them selects the weights and is not trained on.
+        batches: inputs of both; an eighth of them, or enough, selects the weights and is not trained on.
         answers: reader of both models' answers.
         seconds: wall time; the number of steps depends on the machine.
         steps: number of steps instead, the same on every run.
@@ -151,13 +154,13 @@ def recover(
         progress: show a progress bar.
     """
     started = time.perf_counter()
-    held = judging(len(batches))
+    held = judging(batches)
     fitted = [number for number in range(len(batches)) if number not in held]
     weights = trained_weights(model)
     if not fitted or not weights:
         return Recovery(0, math.nan, math.nan, 0.0)
     wanted = Wanted(original, answers)
-    vectors = "embedding" in wanted.of(held[0], model_inputs(model, batches[held[0]]))[0]
+    vectors = "embedding" in wanted.of(held[0], model_inputs(model, batches[held[0]]), states=False)[0]
 
     def distance() -> float:
         return _distance(model, wanted, batches, held)
@@ -296,7 +299,7 @@ def _distance(model: nn.Module, wanted: Wanted, batches: Sequence[Mapping[str, A
     meters: dict[str, ErrorMeter] = {}
     for number in held:
         inputs = model_inputs(model, batches[number])
-        expected = {name: rows.double() for name, rows in wanted.of(number, inputs)[0].items()}
+        expected = {name: rows.double() for name, rows in wanted.of(number, inputs, states=False)[0].items()}
         mine = {name: rows.double() for name, rows in wanted.answers.read(model(**inputs), inputs).items()}
         for name, distances in wanted.answers.distances(expected, mine).items():
             if wanted.answers.kind(name, mine[name].shape[-1]) == "numbers":

@@ -14,7 +14,7 @@ from snnk_peft.converting import pipeline
 from snnk_peft.converting import recover as recovering
 from snnk_peft.converting.pipeline import Result
 from snnk_peft.converting.quality import smallest
-from snnk_peft.converting.recover import cut, loss_of, recover, state_error, trained_weights
+from snnk_peft.converting.recover import cut, judging, loss_of, recover, state_error, trained_weights
 from snnk_peft.errors import ConfigError
 from snnk_peft.planning.result import Plan
 from tests.package.test_convert import batches
@@ -61,6 +61,16 @@ def test_nearer_on_batches_that_were_not_trained_on(monkeypatch: pytest.MonkeyPa
     assert not model.training
     assert all(each.grad is None for each in model.parameters())
     assert model.bert.embeddings.word_embeddings.weight.requires_grad  # as it was
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "judges"), [((8, 16), 16, [3, 11]), ((8, 16), 1000, 40), ((4, 500), 400, 20), ((2, 500), 1, [0])]
+)
+def test_of_many_texts_some_judge(shape: tuple[int, int], count: int, judges: Any) -> None:
+    """An eighth of the batches; of more, 320 texts or 40,000 tokens, wherever they stand."""
+    found = judging([{"input_ids": torch.zeros(shape, dtype=torch.long)}] * count)
+    assert found == judges or len(found) == judges
+    assert all(abs(each - (place + 0.5) * count / len(found)) <= 1 for place, each in enumerate(found))
 
 
 def test_never_worse_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
