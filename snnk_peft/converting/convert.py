@@ -121,8 +121,8 @@ def convert(
         parts: the candidates of the plan, or the parts to convert; None for all that suit the model.
         tokenizer: tokenizer or image processor; None loads the one saved with the model.
         text: name of the text column, or names of the two columns with pairs; None for "text".
-        samples: maximum number of examples, drawn by the seed; None: 20,000 texts or 640 images. A fit
-            needs a part of them; the steps of a long recovery take texts that they have not seen while there are any.
+        samples: maximum number of examples, drawn by the seed; None: 20,000 texts (of long ones fewer, but 2,500) or
+            640 images. Fits read some of them; the recovery reads each once before it repeats any.
         max_length: tokens per text; None for the model's maximum, but at most 512.
         pooling: how an encoder without a head turns token states into a vector: "mean", "first" or "last". A
             SentenceTransformer has its own.

@@ -221,6 +221,24 @@ def test_of_long_texts_fewer_are_held_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert examples_of(given, opened, None, None, None, 0).sizes["held_out"] == 1
 
 
+@pytest.mark.parametrize("pairs", [False, True])
+def test_of_long_texts_fewer_are_read(monkeypatch: pytest.MonkeyPatch, pairs: bool) -> None:
+    """As many as have so many characters together, and some at least; all that were asked for."""
+    opened, given = door(tiny("bert"), tokenizer()), ["w1 w2 w3 w4 w5 w6 w7"] * 40
+    data = [(text[:9], text[9:]) for text in given] if pairs else given
+    monkeypatch.setattr(examples, "CHARACTERS", 30 * len(given[0]))
+
+    def read(samples: int | None = None) -> int:
+        return sum(examples_of(data, opened, None, samples, None, 0).sizes.values())
+
+    assert read() == 40
+    monkeypatch.setattr(examples, "FEW", 8)
+    assert read() == 30
+    assert read(35) == 35
+    monkeypatch.setattr(examples, "CHARACTERS", 1)
+    assert read() == 8
+
+
 @pytest.mark.parametrize("kind", ["csv", "dataset", "lists", "dicts"])
 def test_pairs(kind: str, tmp_path: Path) -> None:
     opened, first, second = door(tiny("bert"), tokenizer()), texts(), texts(seed=6)

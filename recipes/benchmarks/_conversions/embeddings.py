@@ -12,8 +12,8 @@ of the training sets of STS-B, QQP, MNLI and SST-2, without labels and without t
   its duplicate is among the ten nearest.
 
 int8 is ONNX Runtime's dynamic quantisation, of the original and of each conversion. Speed-ups are the time of the
-original in torch over that of the model, in turn, on 32 x 64 tokens. Each seed has sentences of its own; the table
-tells means over them, and the least cosine. Figures go to results/convert_embeddings, after each model: what is there
+original in torch over that of the model, in turn, on 32 x 64 tokens. Each seed draws its sentences; the table tells
+means over the seeds, and the least cosine. Figures go to results/convert_embeddings, after each model: what is there
 with the same settings is not measured again. embeddings.png is drawn beside them.
 """
 
@@ -23,7 +23,7 @@ import argparse
 import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, product, zip_longest
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,6 +41,7 @@ from snnk_peft.calibrating.answers import NEIGHBOURS, Answers
 from snnk_peft.converting.door import Opened
 from snnk_peft.converting.int8 import bytes_of, exported, runner
 from snnk_peft.converting.opened import opened
+from snnk_peft.tasks.texts import drawn
 
 Model = Callable[..., Mapping[str, Any]]  # of torch, or the program of a file
 TIMED = "32x64"
@@ -89,16 +90,15 @@ def judged(data: str, queries: int, corpus: int) -> Judged:
     )
 
 
-def unlabelled(data: str, count: int, on: Judged) -> list[str]:
-    """So many sentences of the training sets of STS-B, QQP, MNLI and SST-2, in turn, none of which is judged on."""
-    columns, known = [], {*on.pairs, *on.corpus}
+def unlabelled(data: str, on: Judged) -> list[str]:
+    """The sentences of the training sets of STS-B, QQP, MNLI and SST-2, none of which is judged on."""
+    texts, known = [], {*on.pairs, *on.corpus}
     for name in ("stsb", "qqp", "mnli", "sst2"):
         rows = TASKS[name].load(data, splits=["train"])["train"]
         for column in ("sentence1", "sentence2"):
             if column in rows.column_names:
-                columns.append([text for text in rows[column] if len(text) >= SHORTEST])
-    found = dict.fromkeys(text for texts in zip_longest(*columns) for text in texts if text is not None)
-    return [text for text in found if text not in known][:count]
+                texts += [text for text in rows[column] if len(text) >= SHORTEST and text not in known]
+    return list(dict.fromkeys(texts))
 
 
 @torch.no_grad()
@@ -191,10 +191,10 @@ def add_options(options: argparse.ArgumentParser) -> None:
     """Add the options of model and data."""
     options.add_argument("--model", type=Path, required=True, help="folder of the sentence encoder")
     options.add_argument("--data", required=True, help="folder with STS-B, QQP, MNLI and SST-2 of GLUE")
-    options.add_argument("--sentences", type=int, default=6000, help="unlabelled, of each seed (default 6000)")
-    options.add_argument("--budgets", nargs="*", default=["1.5x", "2x", "3x"], help="of convert (default 1.5x 2x 3x)")
+    options.add_argument("--sentences", type=int, default=60_000, help="unlabelled, of each seed (default 60000)")
+    options.add_argument("--budgets", nargs="*", default=["2x"], help="of convert (default 2x)")
     options.add_argument("--seeds", type=int, default=3, help="draws of the sentences (default 3)")
-    options.add_argument("--steps", type=int, default=300, help="of the recovery (default 300)")
+    options.add_argument("--steps", type=int, default=2400, help="of the recovery (default 2400)")
     options.add_argument("--queries", type=int, default=500, help="questions that are searched with (default 500)")
     options.add_argument("--corpus", type=int, default=5000, help="texts among which is searched (default 5000)")
 
@@ -204,8 +204,8 @@ def run(arguments: argparse.Namespace) -> None:
     door = opened(str(arguments.model))
     door.model.eval()
     on = judged(arguments.data, arguments.queries, arguments.corpus)
-    texts = unlabelled(arguments.data, arguments.sentences * arguments.seeds, on)
-    count = min(arguments.sentences, len(texts) // arguments.seeds)
+    texts = unlabelled(arguments.data, on)
+    count = min(arguments.sentences, len(texts))
     settings = {
         "model": arguments.model.name,
         "sentences": count,
@@ -234,7 +234,7 @@ def run(arguments: argparse.Namespace) -> None:
     for seed, name in product(range(arguments.seeds), ("original", *arguments.budgets)):
         if {(name, seed), (f"{name} int8", seed)} <= rows.keys() or (name == "original" and seed):
             continue
-        model, own = door.model, texts[seed * count : (seed + 1) * count]
+        model, own = door.model, [texts[index] for index in drawn(len(texts), count, seed)]
         if name != "original":
             options = {"samples": len(own), "steps": arguments.steps, "seed": seed, "progress": False}
             done = convert(str(arguments.model), own, name, inputs=timed(door.model, TIMED), **options)
