@@ -83,6 +83,7 @@ def render(root: Path) -> str:
     """Return README.md's table, of results that help to choose."""
     rows = [
         *(classifier(benchmark(root, f"convert_curve/{task}"), *point) for task, *point in CLASSIFIERS),
+        encoder(benchmark(root, "convert_embeddings/metrics")),
         language_model(benchmark(root, "convert_llama/metrics")),
         attention(benchmark(root, "attention/metrics")),
         adapters(root),
@@ -106,6 +107,20 @@ def classifier(figures: Mapping[str, Any], point: str, kind: str, what: str) -> 
         f"{100 * after['score']:.1f} at {after['speed-up']:.1f} × the speed, "
         f"{100 * after['agreement']:.1f} % the same answers",
         f"{after['seconds']:.0f} s, no labels" if point != "original" else "export",
+    ]
+
+
+def encoder(figures: Mapping[str, Any]) -> list[str]:
+    """Return the row of a sentence encoder, with int8 of the original."""
+    rows = {row["model"]: row for row in figures["rows"]}
+    small, int8 = rows["2x"], rows["original int8"]
+    seconds = statistics.mean(sum(each["seconds"].values()) for each in figures["conversions"] if each["model"] == "2x")
+    return [
+        "all-MiniLM sentence vectors, converted for 2 ×",
+        f"Spearman on STS-B {100 * rows['original']['spearman']:.1f}",
+        f"{100 * small['spearman']:.1f} at {small['speed-up']:.1f} × the speed, cosine {small['cosine']:.3f}; "
+        f"the original's int8 {100 * int8['spearman']:.1f} at {int8['speed-up']:.1f} ×, {int8['cosine']:.3f}",
+        f"{seconds / 60:.0f} min, no labels",
     ]
 
 

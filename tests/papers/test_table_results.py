@@ -42,19 +42,24 @@ def test_readme_has_the_measured_results(root: Path) -> None:
 def test_rows_have_the_figures_of_the_files(root: Path) -> None:
     header, _, *rows = table_results.render(root).splitlines()
     assert header == "| task | before | after | cost |"
-    assert len(rows) == 8
+    assert len(rows) == 9
     curve = {(row["point"], row["as"]): row for row in stored(root, "convert_curve/sst2")["rows"]}
     for row, point in zip(rows[:2], (("original", "int8"), ("plan 2x", "fp32")), strict=True):
         told = curve[point]
         assert f"| {100 * told['score']:.1f} at {told['speed-up']:.1f} × the speed, " in row
         assert f" {100 * told['agreement']:.1f} % the same answers |" in row
+    models = {row["model"]: row for row in stored(root, "convert_embeddings/metrics")["rows"]}
+    original, int8, small = (models[name] for name in ("original", "original int8", "2x"))
+    assert f"| Spearman on STS-B {100 * original['spearman']:.1f} | {100 * small['spearman']:.1f} at " in rows[4]
+    assert f" cosine {small['cosine']:.3f}; " in rows[4]
+    assert f" {int8['speed-up']:.1f} ×, {int8['cosine']:.3f} |" in rows[4]
     ours = next(row for row in stored(root, FAR)["rows"] if row["model"] == "converted, 0.1")
     told = ours["cache bytes behind 8192"] / 1e6, ours["reviews, to 2048"], 100 * ours["copied after 640"]
-    assert "| {:.0f} MB; {:.1f}; {:.0f} % |".format(*told) in rows[4]
+    assert "| {:.0f} MB; {:.1f}; {:.0f} % |".format(*told) in rows[5]
     page = (root / "model_cards/glue_gpu/README.md").read_text()
     for method in ("lora_r8", "rows6_fitted_head", "full"):
         line = next(line for line in page.splitlines() if line.startswith(f"| {method} |"))
-        assert f" {line.split('|')[7].strip()}" in rows[6]  # its average
+        assert f" {line.split('|')[7].strip()}" in rows[7]  # its average
 
 
 def test_curves_begin_at_the_original_and_keep_every_size(root: Path) -> None:
