@@ -51,11 +51,16 @@ class Step(nn.Module):
         entries: of the state, in the order of `past`.
 
     Raises:
-        UnsupportedError: a layer whose state grows, or is not constant in another way.
+        UnsupportedError: a model that does not generate; a layer whose state grows, or is not constant in another way.
     """
 
     def __init__(self, model: Any):
         super().__init__()
+        if not model.can_generate():
+            raise UnsupportedError(
+                f"cache=True writes a language model that generates, and {type(model).__name__} answers once per text: "
+                "leave cache out"
+            )
         self.model = model
         cache = self._cache()
         ids = torch.ones(2, TOKENS, dtype=torch.long, device=model.device)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -133,7 +133,7 @@ def choose_full_heads(
         2
     """
     family = family_of(model)
-    if not family.causal or not hasattr(model, "get_output_embeddings"):
+    if not family.causal or not cast(Any, model).can_generate():
         raise UnsupportedError(
             f"{type(model).__name__} (family {family.name!r}) is no decoder; expected a causal language model, whose "
             "attention looks back"

@@ -13,6 +13,7 @@ import torch
 from snnk_peft import AttentionPart, SNNKConfig, bundle, export, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from tests.attention_models import causal_model
+from tests.tiny_families import build
 from tests.tiny_models import trained
 
 ABSENT = [name for name in ("onnx", "onnxscript", "onnxruntime") if importlib.util.find_spec(name) is None]
@@ -107,4 +108,13 @@ def test_what_has_no_such_state_is_refused(tmp_path: Any) -> None:
         export(model, "torch", tmp_path / "model.pt2", cache=True)
     with pytest.raises(UnsupportedError, match="linear attention"):
         export(causal_model("llama"), "onnx", tmp_path / "model.onnx", cache=True)
+    part = AttentionPart(**JOINT)
+    classifier = build("llama", "LlamaForSequenceClassification").eval()
+    with pytest.raises(UnsupportedError, match="SequenceClassification answers once per text: leave cache out"):
+        export(
+            get_snnk_model(classifier, SNNKConfig(attention=part, modules_to_save=[])),
+            "onnx",
+            tmp_path / "a.onnx",
+            cache=True,
+        )
     assert not os.listdir(tmp_path)

@@ -309,8 +309,9 @@ def test_choosing_leaves_the_model_as_it_was(family):
             choose_full_heads(model, batches, share, **room)
     with pytest.raises(ConfigError, match=r"Give longer texts, .* or take a narrower near_field"):
         choose_full_heads(model, texts(), 0.5, progress=False)
-    with pytest.raises(UnsupportedError, match="is no decoder"):
-        choose_full_heads(tiny("bert"), batches, 0.5)
+    for other in (tiny("bert"), build("llama", "LlamaModel"), build("llama", "LlamaForSequenceClassification")):
+        with pytest.raises(UnsupportedError, match="is no decoder"):
+            choose_full_heads(other, batches, 0.5)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
