@@ -22,8 +22,9 @@ than 40 characters: most rows of SST-2 are pieces of sentences, and no user's te
 Of each model and of its file with int8 Linears (`export`, on batches of the same examples): the task's score on its
 validation examples; the share of the original's answers that it keeps there, and the distance to them in nats (of
 numbers the correlation, and the error over the variance); and the speed on random tokens of each of `--shapes`, 32 x 64
-without any, original and point in turn in one pass, so that a busy machine slows both. Milliseconds are the original's
-in its quickest pass over the speed-up, on the first shape. fp32 is timed in torch, int8 in ONNX Runtime, on as many
+without any. Original and point are timed in turn, before, between and behind the scoring: other tenants of a machine
+slow int8 for half a minute at a time, and fp32 little. The quickest passes count. Milliseconds are the original's in
+its quickest pass over the speed-up, on the first shape. fp32 is timed in torch, int8 in ONNX Runtime, on as many
 threads.
 
 A point is written to the figures as soon as it is measured, and a further run measures only what is missing. A picture
@@ -33,6 +34,7 @@ is drawn beside them. Figures go to results/convert_curve/TASK.json.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -61,20 +63,29 @@ CHECKED = 10  # every so many batches are given to `export`
 TOLD = ("speed-up", "agreement", "distance", "score", "seconds")
 WAYS = ("original", "ffn", "ffn+", "plan", "attention", "svd", "fisher", "modegpt", "distilled")
 
+Pair = tuple[float, float]
 
-def speeds(one: FineTuned, models: Mapping[str, nn.Module], shapes: Sequence[str], repetitions: int) -> Any:
-    """Return the original's milliseconds for each model, and the ratio of the two quickest passes."""
-    found: dict[str, dict[str, float]] = {name: {} for name in models}
-    for number, shape in enumerate(shapes):
+
+def least_seconds(
+    before: Mapping[str, Pair], one: FineTuned, models: Mapping[str, nn.Module], shapes: Sequence[str], repetitions: int
+) -> dict[str, Pair]:
+    """Return the quickest passes of original and model, for each model and shape, `before` and now."""
+    found = {}
+    for shape in shapes:
         inputs = timed(one.teacher, shape)
         for name, model in models.items():
             taken = forward_seconds({"": one.teacher, name: model}, inputs, repetitions)
-            least, own = min(taken[""]), min(taken[name])
-            if number:
-                found[name][f"at {shape}"] = least / own
-            else:
-                found[name] |= {"original ms": 1000 * least, "speed-up": least / own}
+            earlier = before.get(f"{name} {shape}", (math.inf, math.inf))
+            found[f"{name} {shape}"] = min(*taken[""], earlier[0]), min(*taken[name], earlier[1])
     return found
+
+
+def speeds(least: Mapping[str, Pair], name: str, shapes: Sequence[str]) -> dict[str, float]:
+    """Return the original's milliseconds on the first shape, and the speed-up on each."""
+    ratios = {shape: least[f"{name} {shape}"][0] / least[f"{name} {shape}"][1] for shape in shapes}
+    first, *others = shapes
+    found = {"original ms": 1000 * least[f"{name} {first}"][0], "speed-up": ratios[first]}
+    return found | {f"at {shape}": ratios[shape] for shape in others}
 
 
 def measured(name: str, make: Make, seed: int, one: FineTuned, given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -87,10 +98,15 @@ def measured(name: str, make: Make, seed: int, one: FineTuned, given: argparse.N
         file = Path(folder) / "model.onnx"
         export(model, "onnx", file, batches=[model_inputs(batch) for batch in batches[::CHECKED]], int8=True)
         both = {"fp32": model, "int8": ExportedFile(file)}
-        taken = speeds(one, both, given.shapes, given.repetitions)
+        how = one, both, given.shapes, given.repetitions
+        least, figures = least_seconds({}, *how), {}
+        for kind, each in both.items():
+            figures[kind] = one.figures(each)
+            least = least_seconds(least, *how)
         return [
-            {"point": name, "seed": seed, "as": kind, **one.figures(each), **taken[kind], "seconds": seconds}
-            for kind, each in both.items()
+            {"point": name, "seed": seed, "as": kind, **figures[kind], **speeds(least, kind, given.shapes)}
+            | {"seconds": seconds}
+            for kind in both
         ]
 
 
