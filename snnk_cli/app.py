@@ -19,6 +19,7 @@ import typer
 
 from snnk_cli.config import Request, describe
 from snnk_cli.convert_settings import ConvertConfig
+from snnk_cli.files import guarded
 from snnk_cli.settings import EvaluateConfig, LanguageConfig
 
 app = typer.Typer(
@@ -211,7 +212,6 @@ def score(
         raise typer.BadParameter("--beside goes with --texts")
 
     def work() -> int:
-        from snnk_cli.files import guarded
         from snnk_cli.models import local_folder
         from snnk_cli.scoring import score_folder
 
@@ -245,7 +245,6 @@ def export(
 
     def work() -> int:
         from snnk_cli.exporting import export_model
-        from snnk_cli.files import guarded
 
         return guarded(
             lambda: export_model(model, given, format, output, written, int8=int8, cache=cache, overwrite=overwrite)
@@ -274,7 +273,6 @@ def cost(
     given |= {"image_size": image_size, "dtype": dtype, "processes": processes, "device": device}
 
     def work() -> int:
-        from snnk_cli.files import guarded
         from snnk_cli.inspecting import show_cost
 
         return guarded(lambda: reports.append(show_cost(model, config, given)))
@@ -288,7 +286,6 @@ def check(model: Model, as_json: AsJson = False) -> None:
     reports: list[dict[str, Any]] = []
 
     def work() -> int:
-        from snnk_cli.files import guarded
         from snnk_cli.inspecting import check_model
 
         return guarded(lambda: reports.append(check_model(model)))
@@ -302,7 +299,6 @@ def describe_folder(model: Model, as_json: AsJson = False) -> None:
     reports: list[dict[str, Any]] = []
 
     def work() -> int:
-        from snnk_cli.files import guarded
         from snnk_cli.inspecting import describe_model
 
         return guarded(lambda: reports.append(describe_model(model)))

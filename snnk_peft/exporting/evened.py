@@ -65,8 +65,8 @@ def _measured(widths: dict[str, int], batches: Sequence[Inputs], file: Path) -> 
     """Measure the channels of values of a graph, by name, reduced in the graph so that no value is held in full."""
     import onnx
     import onnxruntime
-    from onnx.helper import make_empty_tensor_value_info, make_node
 
+    make_node, make_output = onnx.helper.make_node, onnx.helper.make_empty_tensor_value_info
     model = onnx.load(str(file), load_external_data=False)
     graph = model.graph
     constants = {"snnk_rows": [0], **{f"{name}_shape": [-1, width] for name, width in widths.items()}}
@@ -86,7 +86,7 @@ def _measured(widths: dict[str, int], batches: Sequence[Inputs], file: Path) -> 
         )
         outputs += [f"{name}_ReduceMin", f"{name}_ReduceMax", f"{name}_ReduceMean"]
     del graph.output[:]
-    graph.output.extend(map(make_empty_tensor_value_info, outputs))
+    graph.output.extend(map(make_output, outputs))
     beside = file.with_name(f"channels_{file.name}")
     onnx.save(model, str(beside))
     session = onnxruntime.InferenceSession(str(beside), OnnxFormat().runtime()["session_options"])

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -26,7 +26,7 @@ from snnk_peft.calibrating.batches import Batch
 from snnk_peft.calibrating.guards import evaluating
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.families import family_of
-from snnk_peft.families.base import head_sizes
+from snnk_peft.families.base import ModelFamily, head_sizes
 from snnk_peft.functional.pairwise import causal_softmax_attention, pairwise_mask
 from snnk_peft.parts.attention.interface import NAME
 from snnk_peft.parts.attention.part import AttentionPart
@@ -40,12 +40,17 @@ DRAWS = 2  # texts of either kind
 
 
 FEATURES = 16  # of each query head in `cache_part`
+FULL = 1 / 8  # of the key heads in `cache_part`, before windows become wider than the narrowest
+NARROWEST, WIDEST = 64, 256
+SINKS = 4
 
 
 def cache_part(
     model: nn.Module, batches: Sequence[Batch], share: float, *, seed: int = 0, progress: bool = True
 ) -> AttentionPart:
     """Return a part that keeps a share of a decoder's cache: a few full heads; window, sinks and features elsewhere.
+
+    Windows are wider than 64 tokens where an eighth of the heads may be full besides.
 
     Args:
         model, batches, seed, progress: as in `choose_full_heads`.
@@ -55,43 +60,75 @@ def cache_part(
     Raises:
         ConfigError: a share that window, sinks and features alone exceed; and as for `choose_full_heads`.
     """
-    family = family_of(model)
+    family = _family(model)
     config: Any = family.config_of(model)
     if faults := number_faults("cache", share, above=0, below=1):
         raise ConfigError(faults)
-    part = AttentionPart(
+    longest = max(map(len, _rows(batches)))
+    length, layers = getattr(config, "max_position_embeddings", None) or longest, len(family.layer_paths(model))
+    heads, groups, dim = head_sizes(config)
+    token = 2 * dim * 2  # bytes of a key and a value in half precision
+    sums = FEATURES * (heads // groups) * (dim + 1) * 4  # of a head without all its keys, in fp32
+    whole = length * 2 * (dim + 4)  # a byte per number, and low and step of each vector
+    every = layers * groups
+    full = int(FULL * every)
+    width = int(((share * length * token * every - full * whole) / (every - full) - sums) / token) - SINKS
+    width = max(NARROWEST, min(WIDEST, longest // 4, width))
+    least = (width + SINKS) * token + sums
+    # Bytes of a layer with 0, 1, ... full heads; one whose heads are all full stays as it was.
+    costs = [n * whole + (groups - n) * least for n in range(groups)] + [groups * length * token]
+    if not costs[0] < share * costs[-1]:
+        raise ConfigError(
+            f"cache is {share}; window, sinks and features of every head take {costs[0] / costs[-1]:.3f} of the keys "
+            f"and values of {length} tokens. Expected more"
+        )
+    needs = head_needs(model, batches, near_field=width, sinks=SINKS, seed=seed, progress=progress)
+    return AttentionPart(
         component="mixture",
         projection="centroids",
         num_features=FEATURES,
-        near_field=64,
+        near_field=width,
         near_field_normalisation="joint",
-        sinks=4,
+        sinks=SINKS,
         position_free=True,
         refit_output=False,
+        full_heads=_within(layers * (share * costs[-1] - costs[0]), needs.tolist(), costs),
         cache_bits=8,
     )
-    length = getattr(config, "max_position_embeddings", None) or max(batch["input_ids"].shape[-1] for batch in batches)
-    heads, groups, dim = head_sizes(config)
-    token = 2 * dim * 2  # bytes of a key and a value in half precision
-    near: dict[str, Any] = {"near_field": part.near_field, "sinks": part.sinks}
-    least = sum(near.values()) * token + FEATURES * (heads // groups) * (dim + 1) * 4  # sums are in fp32
-    whole = length * 2 * (dim + 4)  # a byte per number, and low and step of each vector
-    layers = len(family.layer_paths(model))
 
-    def bytes_with(heads: Sequence[list[int]]) -> int:
-        """Return the bytes of a cache with these full heads; a layer whose heads are all full stays as it was."""
-        full = [sum(layer == index for layer, _ in heads) for index in range(layers)]
-        return sum(groups * length * token if n == groups else n * whole + (groups - n) * least for n in full)
 
-    every = layers * groups * length * token
-    if not bytes_with([]) < share * every:
-        raise ConfigError(
-            f"cache is {share}; window, sinks and features of every head take {bytes_with([]) / every:.3f} of the keys "
-            f"and values of {length} tokens. Expected more"
+def _family(model: nn.Module) -> ModelFamily:
+    family = family_of(model)
+    if not family.causal or not cast(Any, model).can_generate():
+        raise UnsupportedError(
+            f"{type(model).__name__} (family {family.name!r}) is no decoder; expected a causal language model, whose "
+            "attention looks back"
         )
-    order = choose_full_heads(model, batches, 1 - 1e-9, **near, seed=seed, progress=progress)
-    fitting = [n for n in range(len(order) + 1) if bytes_with(order[:n]) <= share * every]
-    return replace(part, full_heads=order[: fitting[-1]])
+    check_attention(model)
+    return family
+
+
+def _within(room: float, needs: Sequence[Sequence[float]], costs: Sequence[int]) -> list[list[int]]:
+    """Return pairs [layer, head], those with the greatest need per byte first, as many as there is room for.
+
+    Args:
+        room: bytes, beyond those of layers without full heads.
+        needs: of each layer's heads.
+        costs: bytes of a layer with 0, 1, ... full heads.
+    """
+    chosen: list[list[int]] = []
+    prices = np.diff(costs)
+    waiting = [sorted(range(len(own)), key=own.__getitem__, reverse=True)[::-1] for own in needs]
+    while True:
+        found = []
+        for layer, heads in enumerate(waiting):
+            if heads and (price := float(prices[-len(heads)])) <= room:
+                found.append((needs[layer][heads[-1]] / max(price, 1.0), -layer, price))
+        if not found:
+            return chosen
+        _, layer, price = max(found)
+        chosen.append([-layer, waiting[-layer].pop()])
+        room -= price
 
 
 def choose_full_heads(
@@ -132,15 +169,22 @@ def choose_full_heads(
         >>> len(choose_full_heads(LlamaForCausalLM(tiny), batches, 0.25, near_field=16, progress=False))
         2
     """
-    family = family_of(model)
-    if not family.causal or not cast(Any, model).can_generate():
-        raise UnsupportedError(
-            f"{type(model).__name__} (family {family.name!r}) is no decoder; expected a causal language model, whose "
-            "attention looks back"
-        )
-    check_attention(model)
-    faults = number_faults("share", share, above=0, below=1)
-    faults += [
+    if faults := number_faults("share", share, above=0, below=1):
+        raise ConfigError(faults)
+    how: dict[str, Any] = {"near_field": near_field, "sinks": sinks, "seed": seed, "progress": progress}
+    needs = head_needs(model, batches, **how)
+    heads = needs.shape[1]
+    count = min(max(1, int(share * needs.numel())), needs.numel() - 1)
+    order = needs.flatten().argsort(descending=True, stable=True)[:count].tolist()
+    return [[index // heads, index % heads] for index in order]
+
+
+def head_needs(
+    model: nn.Module, batches: Sequence[Batch], *, near_field: int, sinks: int, seed: int, progress: bool
+) -> Tensor:
+    """Return each key head's need of far keys, (layers, key heads), at least 0; arguments as in `choose_full_heads`."""
+    family = _family(model)
+    faults = [
         f"{name} is {value!r}; expected an integer >= {least}"
         for name, value, least in (("near_field", near_field, 1), ("sinks", sinks, 0))
         if type(value) is not int or value < least
@@ -162,9 +206,7 @@ def choose_full_heads(
                 needs += _needs(model, modules, gates, ids.to(device), first, near_field, sinks)
             needs = needs.clamp_min(0)
             total += needs / needs.sum().clamp_min(torch.finfo(needs.dtype).tiny)
-    count = min(max(1, int(share * total.numel())), total.numel() - 1)
-    order = total.flatten().argsort(descending=True, stable=True)[:count].tolist()
-    return [[index // heads, index % heads] for index in order]
+    return total
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.rotary import Rotary
 from snnk_peft.functional.rounded import as_rounded, restored, rounded
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.planning.full_heads import _needs, choose_full_heads, gated, recall
+from snnk_peft.planning.full_heads import _needs, _within, cache_part, choose_full_heads, gated, recall
 from tests.attention_models import causal_model, left_padded, patched, widened
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import build, heads
@@ -349,6 +349,43 @@ def test_rounded_caches_are_smaller():
     assert sizes == {None: 2 * 100 * 32, 8: 2 * 100 * 12, 4: 2 * 100 * 8}  # 8 numbers; codes, low and step
 
 
+@pytest.mark.parametrize(
+    ("costs", "needs", "room", "chosen"),
+    [
+        ([10, 20, 50], [[5, 1], [4, 3], [0, 2]], 30, [[0, 0], [1, 0], [2, 1]]),
+        # A whole layer costs as much as three heads of others, and 3/30 is more than 1/30.
+        ([10, 20, 50], [[5, 1], [4, 3], [0, 2]], 60, [[0, 0], [1, 0], [2, 1], [1, 1]]),
+        ([10, 20, 50], [[5, 1], [4, 4], [0, 0.1]], 50, [[0, 0], [1, 0], [1, 1]]),
+        ([10, 30], [[3], [9], [1]], 45, [[1, 0], [0, 0]]),
+        ([10, 30], [[3], [9], [1]], 19, []),
+        ([30, 30, 30], [[3, 9]], 1, [[0, 1], [0, 0]]),  # full heads cost nothing
+    ],
+)
+def test_heads_with_the_greatest_need_per_byte(costs, needs, room, chosen):
+    assert _within(room, needs, costs) == chosen
+
+
+def test_windows_widen_behind_an_eighth_of_the_heads():
+    """Bytes by hand, of 32 heads of 8 over 4,000 tokens."""
+    model = build(
+        "llama", "LlamaForCausalLM", vocab_size=100, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=4
+    )
+    model.config.max_position_embeddings = 4000
+    batches = [{"input_ids": torch.randint(3, 100, (1, 1500), generator=torch.Generator().manual_seed(0))}]
+    token, whole, sums, found = 4 * 8, 4000 * 2 * (8 + 4), 16 * 9 * 4, []
+    for share in (0.06, 0.12, 0.2, 0.5):
+        part = cache_part(model, batches, share, progress=False)
+        linear = sums + (part.near_field + 4) * token
+        counts = [sum(layer == index for layer, _ in part.full_heads) for index in range(8)]
+        kept = sum(4 * 4000 * token if n == 4 else n * whole + (4 - n) * linear for n in counts)
+        room = share * 32 * 4000 * token
+        assert room - whole < kept <= room
+        found.append((part.near_field, len(part.full_heads)))
+    assert found[0][0] == 64
+    assert 64 < found[2][0] <= 256
+    assert found[2][1] >= 4
+
+
 def test_convert_keeps_a_share_of_the_cache():
     """Bytes as promised, the original untouched; recall told by the report's divergence."""
     model = causal_model("llama")
@@ -363,15 +400,16 @@ def test_convert_keeps_a_share_of_the_cache():
     assert all(0 <= done.report.models[name]["recall"] <= 1 for name in ("original", "converted"))
     assert "recall" in str(done.report)
     assert all(kernel.cache_bits == (8 if kernel.full_heads else None) for kernel in kernels(done.model))
+    done.model.bfloat16()
+    model.bfloat16()
     cache, whole = RecurrentCache(done.model), DynamicCache(config=model.config)
     ids = torch.randint(3, 100, (1, 1000), generator=generator)
     with torch.no_grad():
         done.model(input_ids=ids, past_key_values=cache)
         model(input_ids=ids, past_key_values=whole)
-    half = sum(layer.keys.nbytes + layer.values.nbytes for layer in whole.layers) / 2
-    full = [layer for layer in cache.layers if layer.keys is not None]
-    kept = cache.nbytes - sum(layer.keys.nbytes + layer.values.nbytes for layer in full) / 2
-    assert 0.3 * half < kept < 0.55 * half  # windows are in full precision here, as whole layers, which are halved
+    every = sum(layer.keys.nbytes + layer.values.nbytes for layer in whole.layers)
+    beside = 2 * 1000 * 9  # position and mask of each token, in each layer
+    assert 0.3 * every < cache.nbytes - beside < 0.5 * every
     for wrong, message in (({"cache": 0.01}, "of 1000 tokens. Expected more"), ({"cache": 2}, "cache is 2")):
         with pytest.raises(ConfigError, match=message):
             convert(model, batches, recover=0, progress=False, **wrong)

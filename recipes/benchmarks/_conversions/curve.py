@@ -22,10 +22,10 @@ than 40 characters: most rows of SST-2 are pieces of sentences, and no user's te
 Of each model and of its file with int8 Linears (`export`, on batches of the same examples): the task's score on its
 validation examples; the share of the original's answers that it keeps there, and the distance to them in nats (of
 numbers the correlation, and the error over the variance); and the speed on random tokens of each of `--shapes`, 32 x 64
-without any. Original and point are timed in turn, before, between and behind the scoring: other tenants of a machine
-slow int8 for half a minute at a time, and fp32 little. The quickest passes count. Milliseconds are the original's in
-its quickest pass over the speed-up, on the first shape. fp32 is timed in torch, int8 in ONNX Runtime, on as many
-threads.
+without any. All are timed in turn, before, between and behind the scoring. The quickest passes count; but other tenants
+of a machine may slow int8, and not fp32, for a minute at a time, so that a point in int8 is compared with the original
+in int8, pass by pass. Milliseconds are the original's in its quickest pass over the speed-up, on the first shape. fp32
+is timed in torch, int8 in ONNX Runtime, on as many threads.
 
 A point is written to the figures as soon as it is measured, and a further run measures only what is missing. A picture
 is drawn beside them. Figures go to results/convert_curve/TASK.json.
@@ -34,7 +34,6 @@ is drawn beside them. Figures go to results/convert_curve/TASK.json.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import tempfile
 import time
@@ -46,7 +45,7 @@ from typing import Any
 import numpy as np
 import torch
 from _bench import RESULTS, report, show
-from _peers.blocks import model_inputs
+from _peers.blocks import Batch, model_inputs
 from torch import nn
 
 from _conversions import finetuned
@@ -56,58 +55,59 @@ from snnk_cli.exporting import ExportedFile
 from snnk_cli.files import read_json, write_json
 from snnk_cli.lock import hold
 from snnk_cli.plots import make_axes, store
-from snnk_cli.timing import forward_seconds
+from snnk_cli.timing import forward_seconds, ratio
 from snnk_peft import export
 
 CHECKED = 10  # every so many batches are given to `export`
 TOLD = ("speed-up", "agreement", "distance", "score", "seconds")
 WAYS = ("original", "ffn", "ffn+", "plan", "attention", "svd", "fisher", "modegpt", "distilled")
 
-Pair = tuple[float, float]
+
+def int8_of(model: nn.Module, batches: Sequence[Batch], folder: str) -> ExportedFile:
+    """Export with int8 Linears, and load."""
+    file = Path(folder) / "model.onnx"
+    export(model, "onnx", file, batches=[model_inputs(batch) for batch in batches[::CHECKED]], int8=True)
+    return ExportedFile(file)
 
 
-def least_seconds(
-    before: Mapping[str, Pair], one: FineTuned, models: Mapping[str, nn.Module], shapes: Sequence[str], repetitions: int
-) -> dict[str, Pair]:
-    """Return the quickest passes of original and model, for each model and shape, `before` and now."""
-    found = {}
-    for shape in shapes:
-        inputs = timed(one.teacher, shape)
-        for name, model in models.items():
-            taken = forward_seconds({"": one.teacher, name: model}, inputs, repetitions)
-            earlier = before.get(f"{name} {shape}", (math.inf, math.inf))
-            found[f"{name} {shape}"] = min(*taken[""], earlier[0]), min(*taken[name], earlier[1])
-    return found
+def measured(
+    name: str, make: Make, seed: int, one: FineTuned, rounded: ExportedFile, known: Mapping[str, Any], given: Any
+) -> list[dict[str, Any]]:
+    """The rows of one point, in fp32 and in int8.
 
-
-def speeds(least: Mapping[str, Pair], name: str, shapes: Sequence[str]) -> dict[str, float]:
-    """Return the original's milliseconds on the first shape, and the speed-up on each."""
-    ratios = {shape: least[f"{name} {shape}"][0] / least[f"{name} {shape}"][1] for shape in shapes}
-    first, *others = shapes
-    found = {"original ms": 1000 * least[f"{name} {first}"][0], "speed-up": ratios[first]}
-    return found | {f"at {shape}": ratios[shape] for shape in others}
-
-
-def measured(name: str, make: Make, seed: int, one: FineTuned, given: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one point, in fp32 and in int8."""
+    Args:
+        name, make, seed: of the point.
+        one, rounded: the original, and its file with int8 Linears.
+        known: the row of this file; empty while that is measured.
+        given: the options.
+    """
     batches = one.batches(given.sentences, seed)
     start = time.perf_counter()
     model = make(one.teacher, batches, seed)
-    seconds = time.perf_counter() - start
+    row = {"point": name, "seed": seed, "seconds": time.perf_counter() - start}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "model.onnx"
-        export(model, "onnx", file, batches=[model_inputs(batch) for batch in batches[::CHECKED]], int8=True)
-        both = {"fp32": model, "int8": ExportedFile(file)}
-        how = one, both, given.shapes, given.repetitions
-        least, figures = least_seconds({}, *how), {}
+        both: dict[str, Any] = {"fp32": model, "int8": int8_of(model, batches, folder)}
+        models = {"original": one.teacher, "rounded": rounded, **both}
+        taken: dict[str, dict[str, list[float]]] = {shape: {which: [] for which in models} for shape in given.shapes}
+
+        def add_times() -> None:
+            for shape, seconds in taken.items():
+                for which, more in forward_seconds(models, timed(one.teacher, shape), given.repetitions).items():
+                    seconds[which] += more
+
+        add_times()
+        rows = []
         for kind, each in both.items():
-            figures[kind] = one.figures(each)
-            least = least_seconds(least, *how)
-        return [
-            {"point": name, "seed": seed, "as": kind, **figures[kind], **speeds(least, kind, given.shapes)}
-            | {"seconds": seconds}
-            for kind in both
-        ]
+            rows.append({**row, "as": kind, **one.figures(each)})
+            add_times()
+    for number, (shape, seconds) in enumerate(taken.items()):
+        key, least = f"at {shape}" if number else "speed-up", {which: min(own) for which, own in seconds.items()}
+        for found in rows:
+            found[key] = least["original"] / least[found["as"]]
+            if known and found["as"] == "int8":
+                found[key] = known[key] * ratio(seconds["rounded"], seconds["int8"])
+            found.setdefault("original ms", 1000 * least["original"])
+    return rows
 
 
 def means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -170,14 +170,15 @@ def add_options(options: argparse.ArgumentParser) -> None:
 
 def fault(arguments: argparse.Namespace) -> str | None:
     """Return a message if `--only` names no point."""
-    if chosen(arguments.only):
+    if not arguments.only or len(chosen(arguments.only)) > 1 or "original" in arguments.only:
         return None
     return f"--only {' '.join(arguments.only)} names no point; expected some of {', '.join(points('', float))}"
 
 
 def chosen(only: Sequence[str]) -> list[str]:
-    """The points of these names or ways; all for none."""
-    return [name for name in points("", float) if not only or name in only or name.split()[0] in only]
+    """The points of these names or ways, behind the original; all for none."""
+    wanted = {"original", *only}
+    return [name for name in points("", float) if not only or name in wanted or name.split()[0] in wanted]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -203,14 +204,17 @@ def run(arguments: argparse.Namespace) -> None:
     from_task = (arguments.task, arguments.model, arguments.data, arguments.max_length, arguments.batch_size)
     one = FineTuned(*from_task, arguments.score_at_most)
     made = points(arguments.shapes[0], seconds)
-    for seed, name in product(range(arguments.seeds), names):
-        if any((row["point"], row["seed"]) == (name, seed) for row in rows):
-            continue
-        rows += measured(name, made[name], seed, one, arguments)
-        write_json(output, {**given, "measured": rows})
-        for row in rows[-2:]:
-            told = ", ".join(f"{key} {row[key]:.4g}" for key in TOLD)
-            print(f"{name}, {row['as']}, seed {seed}: {told}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        rounded = int8_of(one.teacher, one.batches(arguments.sentences, 0), folder)
+        for seed, name in product(range(arguments.seeds), names):
+            if any((row["point"], row["seed"]) == (name, seed) for row in rows):
+                continue
+            known = next((row for row in rows if row["point"] == "original" and row["as"] == "int8"), {})
+            rows += measured(name, made[name], seed, one, rounded, known, arguments)
+            write_json(output, {**given, "measured": rows})
+            for row in rows[-2:]:
+                told = ", ".join(f"{key} {row[key]:.4g}" for key in TOLD)
+                print(f"{name}, {row['as']}, seed {seed}: {told}", flush=True)
     table = means(rows)
     equal = at_equal_speed(table)
     report({**given, "measured": rows, "at_equal_speed": equal}, table, output, f"{arguments.task} without labels")

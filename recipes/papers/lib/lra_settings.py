@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from snnk_cli.config import option
 from snnk_cli.settings import EvaluateConfig, RunOutput, StepSettings
 from snnk_cli.task_settings import RECIPE_OF, modality_fault
+from snnk_peft.errors import ConfigError
+from snnk_peft.registry import did_you_mean
 
 if TYPE_CHECKING:
     from data import SequenceTask
@@ -28,8 +30,6 @@ NAMED = [SOFTMAX, PERFORMER]  # kinds other than AttentionPart
 
 def faults_of(made: Callable[[], object]) -> list[str]:
     """Return the faults of a ConfigError raised by `made`, if any."""
-    from snnk_peft.errors import ConfigError
-
     try:
         made()
     except ConfigError as error:
@@ -107,8 +107,6 @@ class AttentionMethod:
     def check(self) -> list[str]:
         if not isinstance(self.attention, str) or self.attention in NAMED:
             return faults_of(lambda: self.snnk_config(seed=0))
-        from snnk_peft.registry import did_you_mean
-
         hint = did_you_mean("value", self.attention, NAMED)
         return [f"attention: {hint}, or the fields of an AttentionPart, such as {{component: posrf}}"]
 
