@@ -20,8 +20,8 @@ from snnk_peft.converting.compared import compared
 from snnk_peft.converting.examples import Examples
 from snnk_peft.converting.recover import Recovery, judging, recover
 from snnk_peft.parts import Part
+from snnk_peft.planning.cache_part import cache_part
 from snnk_peft.planning.candidates import shared_copy
-from snnk_peft.planning.full_heads import cache_part
 from snnk_peft.planning.plan import plan
 from snnk_peft.planning.result import Plan
 from snnk_peft.tuner.get_model import get_snnk_model

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -29,7 +28,6 @@ from snnk_peft.families import family_of
 from snnk_peft.families.base import ModelFamily, head_sizes
 from snnk_peft.functional.pairwise import causal_softmax_attention, pairwise_mask
 from snnk_peft.parts.attention.interface import NAME
-from snnk_peft.parts.attention.part import AttentionPart
 from snnk_peft.parts.attention.supported import check_attention
 from snnk_peft.projections.base_drawn import site_generator
 
@@ -39,65 +37,8 @@ KNOWN = 16  # tokens of a passage by which it is recognised
 DRAWS = 2  # texts of either kind
 
 
-FEATURES = 16  # of each query head in `cache_part`
-FULL = 1 / 8  # of the key heads in `cache_part`, before windows become wider than the narrowest
-NARROWEST, WIDEST = 64, 256
-SINKS = 4
-
-
-def cache_part(
-    model: nn.Module, batches: Sequence[Batch], share: float, *, seed: int = 0, progress: bool = True
-) -> AttentionPart:
-    """Return a part that keeps a share of a decoder's cache: a few full heads; window, sinks and features elsewhere.
-
-    Windows are wider than 64 tokens where an eighth of the heads may be full besides.
-
-    Args:
-        model, batches, seed, progress: as in `choose_full_heads`.
-        share: share of the bytes of keys and values in half precision after the longest text that the model reads, in
-            (0, 1).
-
-    Raises:
-        ConfigError: a share that window, sinks and features alone exceed; and as for `choose_full_heads`.
-    """
-    family = _family(model)
-    config: Any = family.config_of(model)
-    if faults := number_faults("cache", share, above=0, below=1):
-        raise ConfigError(faults)
-    longest = max(map(len, _rows(batches)))
-    length, layers = getattr(config, "max_position_embeddings", None) or longest, len(family.layer_paths(model))
-    heads, groups, dim = head_sizes(config)
-    token = 2 * dim * 2  # bytes of a key and a value in half precision
-    sums = FEATURES * (heads // groups) * (dim + 1) * 4  # of a head without all its keys, in fp32
-    whole = length * 2 * (dim + 4)  # a byte per number, and low and step of each vector
-    every = layers * groups
-    full = int(FULL * every)
-    width = int(((share * length * token * every - full * whole) / (every - full) - sums) / token) - SINKS
-    width = max(NARROWEST, min(WIDEST, longest // 4, width))
-    least = (width + SINKS) * token + sums
-    # Bytes of a layer with 0, 1, ... full heads; one whose heads are all full stays as it was.
-    costs = [n * whole + (groups - n) * least for n in range(groups)] + [groups * length * token]
-    if not costs[0] < share * costs[-1]:
-        raise ConfigError(
-            f"cache is {share}; window, sinks and features of every head take {costs[0] / costs[-1]:.3f} of the keys "
-            f"and values of {length} tokens. Expected more"
-        )
-    needs = head_needs(model, batches, near_field=width, sinks=SINKS, seed=seed, progress=progress)
-    return AttentionPart(
-        component="mixture",
-        projection="centroids",
-        num_features=FEATURES,
-        near_field=width,
-        near_field_normalisation="joint",
-        sinks=SINKS,
-        position_free=True,
-        refit_output=False,
-        full_heads=_within(layers * (share * costs[-1] - costs[0]), needs.tolist(), costs),
-        cache_bits=8,
-    )
-
-
-def _family(model: nn.Module) -> ModelFamily:
+def decoder_family(model: nn.Module) -> ModelFamily:
+    """Return the family of a decoder; raises UnsupportedError for other models."""
     family = family_of(model)
     if not family.causal or not cast(Any, model).can_generate():
         raise UnsupportedError(
@@ -106,29 +47,6 @@ def _family(model: nn.Module) -> ModelFamily:
         )
     check_attention(model)
     return family
-
-
-def _within(room: float, needs: Sequence[Sequence[float]], costs: Sequence[int]) -> list[list[int]]:
-    """Return pairs [layer, head], those with the greatest need per byte first, as many as there is room for.
-
-    Args:
-        room: bytes, beyond those of layers without full heads.
-        needs: of each layer's heads.
-        costs: bytes of a layer with 0, 1, ... full heads.
-    """
-    chosen: list[list[int]] = []
-    prices = np.diff(costs)
-    waiting = [sorted(range(len(own)), key=own.__getitem__, reverse=True)[::-1] for own in needs]
-    while True:
-        found = []
-        for layer, heads in enumerate(waiting):
-            if heads and (price := float(prices[-len(heads)])) <= room:
-                found.append((needs[layer][heads[-1]] / max(price, 1.0), -layer, price))
-        if not found:
-            return chosen
-        _, layer, price = max(found)
-        chosen.append([-layer, waiting[-layer].pop()])
-        room -= price
 
 
 def choose_full_heads(
@@ -169,7 +87,14 @@ def choose_full_heads(
         >>> len(choose_full_heads(LlamaForCausalLM(tiny), batches, 0.25, near_field=16, progress=False))
         2
     """
-    if faults := number_faults("share", share, above=0, below=1):
+    decoder_family(model)
+    faults = number_faults("share", share, above=0, below=1)
+    faults += [
+        f"{name} is {value!r}; expected an integer >= {least}"
+        for name, value, least in (("near_field", near_field, 1), ("sinks", sinks, 0))
+        if type(value) is not int or value < least
+    ]
+    if faults:
         raise ConfigError(faults)
     how: dict[str, Any] = {"near_field": near_field, "sinks": sinks, "seed": seed, "progress": progress}
     needs = head_needs(model, batches, **how)
@@ -182,15 +107,8 @@ def choose_full_heads(
 def head_needs(
     model: nn.Module, batches: Sequence[Batch], *, near_field: int, sinks: int, seed: int, progress: bool
 ) -> Tensor:
-    """Return each key head's need of far keys, (layers, key heads), at least 0; arguments as in `choose_full_heads`."""
-    family = _family(model)
-    faults = [
-        f"{name} is {value!r}; expected an integer >= {least}"
-        for name, value, least in (("near_field", near_field, 1), ("sinks", sinks, 0))
-        if type(value) is not int or value < least
-    ]
-    if faults:
-        raise ConfigError(faults)
+    """Return each key head's need of far keys, (layers, key heads), at least 0."""
+    family = family_of(model)
     modules: Any = [model.get_submodule(f"{path}.{family.attention}") for path in family.layer_paths(model)]
     config = family.config_of(model)
     heads = head_sizes(config)[1]
@@ -223,7 +141,7 @@ def recall(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> float |
     """
     config: Any = getattr(model, "config", None)
     most = getattr(config, "max_position_embeddings", None) or LENGTH
-    stream = torch.cat(_rows(batches))
+    stream = torch.cat(token_rows(batches))
     between = min(BETWEEN, most - 2 * PASSAGE - 1, len(stream) - 2 * PASSAGE)
     if between < PASSAGE:
         return None
@@ -237,7 +155,7 @@ def recall(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> float |
 Texts = list[tuple[Tensor, int]]  # tokens (1, L), and the first position whose prediction counts
 
 
-def _rows(batches: Sequence[Batch]) -> list[Tensor]:
+def token_rows(batches: Sequence[Batch]) -> list[Tensor]:
     """Return the tokens of each text, without padding."""
     rows = []
     for batch in batches:
@@ -259,7 +177,7 @@ def _returning(stream: Tensor, between: int, generator: torch.Generator) -> Text
 
 def _texts(batches: Sequence[Batch], near: int, generator: torch.Generator, most: int | None) -> list[Texts]:
     """Return texts as they are, and texts with a repeated passage."""
-    rows = _rows(batches)
+    rows = token_rows(batches)
     longest = LENGTH if most is None else min(LENGTH, most)
     plain, stream = sorted(rows, key=len, reverse=True)[:DRAWS], torch.cat(rows)
     between = min(BETWEEN, longest - 2 * PASSAGE - 1)

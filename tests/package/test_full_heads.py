@@ -23,7 +23,8 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.rotary import Rotary
 from snnk_peft.functional.rounded import as_rounded, restored, rounded
 from snnk_peft.layers.kernel_attention import KernelAttention
-from snnk_peft.planning.full_heads import _needs, _within, cache_part, choose_full_heads, gated, recall
+from snnk_peft.planning.cache_part import cache_part, within_bytes
+from snnk_peft.planning.full_heads import _needs, choose_full_heads, gated, recall
 from tests.attention_models import causal_model, left_padded, patched, widened
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import build, heads
@@ -362,7 +363,7 @@ def test_rounded_caches_are_smaller():
     ],
 )
 def test_heads_with_the_greatest_need_per_byte(costs, needs, room, chosen):
-    assert _within(room, needs, costs) == chosen
+    assert within_bytes(room, needs, costs) == chosen
 
 
 def test_windows_widen_behind_an_eighth_of_the_heads():

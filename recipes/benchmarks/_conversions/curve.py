@@ -1,10 +1,10 @@
 """Agreement over latency: conversions and their peers from 1.2 to 6 times the speed, each in fp32 and in int8.
 
     python recipes/benchmarks/convert_models.py curve --model path/to/minilm-l6-sst2 --data path/to/glue
-    python recipes/benchmarks/convert_models.py curve --model .. --data .. --only "plan 2x" original --seeds 1
+    python recipes/benchmarks/convert_models.py curve --model .. --data .. --only "plan 2x" --seeds 1
     python recipes/benchmarks/convert_models.py curve --task imdb --model runs/imdb_full/model --data path/to/aclImdb \\
         --max-length 512 --batch-size 8 --sentences 320 --score-at-most 1000 --shapes 4x512 \\
-        --only original plan attention --seeds 1
+        --only plan attention --seeds 1
 
 A point is one way to make a fine-tuned BERT smaller, at one size, calibrated on training examples of one draw (of more
 than 40 characters: most rows of SST-2 are pieces of sentences, and no user's texts are):

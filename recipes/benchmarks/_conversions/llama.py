@@ -43,7 +43,7 @@ from snnk_cli.files import read_json
 from snnk_cli.language import PASSAGE, PIECE, Read, copying, passkeys, recalled, strung
 from snnk_cli.plots import make_axes, store
 from snnk_peft import AttentionPart, SNNKConfig, bundle, calibrate, convert, get_snnk_model
-from snnk_peft.planning.full_heads import cache_part
+from snnk_peft.planning.cache_part import cache_part
 
 SINKS = 4
 WAYS = ("original", "window", "by attention", "converted")
