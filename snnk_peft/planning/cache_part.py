@@ -1,4 +1,4 @@
-"""A part for a share of a decoder's cache: which heads keep all their keys, and how wide the windows of the others are."""
+"""A part for a share of a decoder's cache: which heads keep all keys, and how wide the windows of the others are."""
 
 from __future__ import annotations
 
