@@ -77,8 +77,11 @@ class ConversionSection:
     landmarks: str = option("greedy", "how landmarks are chosen", choices=("greedy", "importance"))
     held_out: float = option(0.2, "share of the batches that chooses the regularisation", above=0, high=0.9)
     steps: int = option(0, "of gradient descent per layer behind the closed form, where a part takes them", low=0)
-    recover: float = option(
-        20.0, "seconds of steps of the whole model towards the original's answers and states; 0 for none", low=0
+    recover: float | None = option(
+        None,
+        "seconds of steps of the whole model towards the original's answers and states; 0 for none, null for 20, or "
+        "what 60 steps take if that is longer, at most 120",
+        low=0,
     )
     int8: bool = option(
         False, "without a task, also write an ONNX file with int8 Linears, and compare it with the original's own"

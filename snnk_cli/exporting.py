@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,8 @@ from snnk_cli.scoring import check_is_folder, load_classifier
 from snnk_cli.settings import EvaluateConfig, FinetuneConfig
 from snnk_cli.terminal import quiet, show_table
 from snnk_peft import export
+from snnk_peft.converting.int8 import runner
 from snnk_peft.errors import ConfigError
-from snnk_peft.exporting.program import onnx_options
 from snnk_peft.registry import did_you_mean
 from snnk_peft.tasks.stdlib_docs import load_sentences
 
@@ -157,19 +158,11 @@ class ExportedFile(torch.nn.Module):
     def __init__(self, path: Path) -> None:
         super().__init__()
         if path.suffix == ".onnx":
-            import onnxruntime
-
-            session = onnxruntime.InferenceSession(str(path), onnx_options(), providers=["CPUExecutionProvider"])
-            names = [entry.name for entry in session.get_inputs()]
-            outputs = [entry.name for entry in session.get_outputs()]
-
-            def run(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-                found = session.run(None, {name: batch[name].cpu().numpy() for name in names})
-                return {name: torch.from_numpy(value) for name, value in zip(outputs, found, strict=True)}
+            run: Callable[..., dict[str, Any]] = runner(path)
         else:
             program = torch.export.load(path).module()
 
-            def run(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+            def run(**batch: Any) -> dict[str, Any]:
                 with torch.no_grad():
                     return dict(program(**batch))
 
@@ -177,4 +170,4 @@ class ExportedFile(torch.nn.Module):
 
     def forward(self, **batch: torch.Tensor) -> SimpleNamespace:
         """Return the outputs by name."""
-        return SimpleNamespace(**self.run(batch))
+        return SimpleNamespace(**self.run(**batch))

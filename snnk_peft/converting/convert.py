@@ -92,7 +92,7 @@ def convert(
     max_length: int | None = None,
     pooling: str | None = None,
     inputs: Mapping[str, Any] | None = None,
-    recover: float = 20.0,
+    recover: float | None = None,
     steps: int | None = None,
     int8: bool = False,
     seed: int = 0,
@@ -128,8 +128,8 @@ def convert(
             SentenceTransformer has its own.
         inputs: model inputs as in production, such as a batch of 32 texts of 64 tokens, on which cost and time are
             measured. None for the batch of median size.
-        recover: seconds of training towards the original's answers and states; 0 for none. Steps that bring the
-            conversion no closer are discarded.
+        recover: seconds of training towards the original's answers and states; 0 for none. None: 20 s, or what 60
+            steps take if that is longer, at most 120 s. Steps that bring the conversion no closer are discarded.
         steps: number of steps instead of seconds: the same result on every run.
         int8: also write an ONNX file with int8 Linears; the report compares it with an int8 version of the original
             (`pip install snnk-peft[onnx]`).
@@ -230,7 +230,8 @@ def _faults(
         faults.append("budget is None and no parts are given; expected a budget such as '2x', or parts=[...]")
     if pooling is not None and pooling not in POOLINGS:
         faults.append(f"pooling is {pooling!r}; expected one of {', '.join(POOLINGS)}")
-    faults += number_faults("recover", recover, low=0)
+    if recover is not None:
+        faults += number_faults("recover", recover, low=0)
     for name, value, low in (("samples", samples, 4), ("max_length", max_length, 1), ("steps", steps, 0)):
         if value is not None:
             faults += number_faults(name, value, int, low=low)

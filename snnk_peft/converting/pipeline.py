@@ -92,7 +92,7 @@ class Pipeline:
         answers: reader of the models' answers.
         of: unit of the budgets.
         parts: the candidates, or the parts to convert if there is no budget.
-        recover: seconds of recovery steps; 0 for none.
+        recover: seconds of recovery steps; 0 for none, None for the default of `recover`.
         steps: number of recovery steps; None to use the seconds.
         seed: seed of all random draws.
         progress: show progress bars.
@@ -110,7 +110,7 @@ class Pipeline:
     answers: Answers
     of: str
     parts: list[Part] | None
-    recover: float
+    recover: float | None
     steps: int | None
     seed: int
     progress: bool
@@ -126,6 +126,11 @@ class Pipeline:
             self.original = self.full()
         if not self.inputs:
             self.inputs = sorted(self.examples.fitted, key=tokens_of)[len(self.examples.fitted) // 2]
+
+    @property
+    def recovers(self) -> bool:
+        """Whether recovery steps are asked for."""
+        return self.recover != 0 or bool(self.steps)
 
     def run(self, budget: str | float | None) -> Result:
         """Convert for a budget; None converts the parts as they are."""
@@ -160,7 +165,7 @@ class Pipeline:
     def to_fit(self) -> Sequence[Batch]:
         """Return the batches that do not judge the recovery steps; all if there are few."""
         batches = self.examples.fitted
-        if not (self.recover or self.steps) or len(batches) < FEW:
+        if not self.recovers or len(batches) < FEW:
             return batches
         held = judging(batches)
         return [batch for number, batch in enumerate(batches) if number not in held]
@@ -177,7 +182,7 @@ class Pipeline:
 
     def recovered(self, small: Any) -> Recovery | None:
         """Train a full-precision bundle towards the original, in place; return None if no recovery is asked for."""
-        if not (self.recover or self.steps):
+        if not self.recovers:
             return None
         with self.stages("recover"):
             how: dict[str, Any] = {"seconds": self.recover, "steps": self.steps, "seed": self.seed}

@@ -41,6 +41,7 @@ VECTOR_RATE, VECTOR_STATES = 4e-4, 1.0  # all-MiniLM is nearer after 400 steps t
 AWAY = 0.05
 SIMILARITIES = 1.0
 LEAST = 0.5  # of a text's tokens that stay where it is cut
+SECONDS, STEPS, LONGEST = 20.0, 60, 120.0  # by default: so many seconds, or steps if these take longer, but no longer
 KEPT = 1 << 29  # bytes of the original's answers and states; beyond that they are computed again
 
 
@@ -136,7 +137,7 @@ def recover(
     batches: Sequence[Mapping[str, Any]],
     answers: Answers,
     *,
-    seconds: float = 20.0,
+    seconds: float | None = None,
     steps: int | None = None,
     seed: int = 0,
     progress: bool = True,
@@ -148,7 +149,8 @@ def recover(
         original: the model that it was made from.
         batches: inputs of both; an eighth of them, or enough, selects the weights and is not trained on.
         answers: reader of both models' answers.
-        seconds: wall time; the number of steps depends on the machine.
+        seconds: wall time; the number of steps depends on the machine. None: 20 s, or what 60 steps take if that is
+            longer, at most 120 s.
         steps: number of steps instead, the same on every run.
         seed: seed of the order of the batches.
         progress: show a progress bar.
@@ -174,7 +176,7 @@ def recover(
     generator, order = torch.Generator().manual_seed(seed), list[int]()
     trained, check, taken, done = set[int](), 0, 0, 0.0
     begun = time.perf_counter()
-    bar = tqdm(total=steps or round(seconds), desc="recover", unit="step" if steps else "s", disable=not progress)
+    bar = tqdm(total=100, desc="recover", unit="%", disable=not progress)
     try:
         for each in everything:
             each.requires_grad_(False)
@@ -203,8 +205,10 @@ def recover(
                 decay = min(AVERAGE, taken / (taken + 9))
                 for mean, each in zip(average, weights, strict=True):
                     mean.lerp_(each, 1 - decay)
-            done = taken / steps if steps else (time.perf_counter() - begun) / seconds
-            bar.update((taken if steps else min(round(done * seconds), round(seconds))) - bar.n)
+            spent = time.perf_counter() - begun
+            usual = min(LONGEST, max(SECONDS, STEPS * spent / taken))
+            done = taken / steps if steps else spent / (usual if seconds is None else seconds)
+            bar.update(min(100, round(100 * done)) - bar.n)
             if done >= (check + 1) / CHECKS or done >= 1:
                 check = math.floor(done * CHECKS)
                 now = _assigned(weights, average)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -217,6 +218,23 @@ def test_seconds_end_it() -> None:
     found = recover(model, original, data, Answers(original), seconds=0.5, progress=False)
     assert found.steps > 0
     assert found.after <= found.before
+
+
+def test_slow_steps_get_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a number, the usual seconds; if steps are slow, as many as are worth it, but not for ever."""
+    original = trained(tiny("bert"))
+    model, data = pair(original)
+
+    def steps(seconds: float, wanted: int, longest: float) -> int:
+        for name, value in (("SECONDS", seconds), ("STEPS", wanted), ("LONGEST", longest)):
+            monkeypatch.setattr(recovering, name, value)
+        return recover(model, original, data, Answers(original), progress=False).steps
+
+    assert steps(0.01, 40, 60.0) in (40, 41)
+    assert steps(0.5, 2, 60.0) > 2
+    begun = time.perf_counter()
+    assert steps(0.01, 10**6, 0.5) < 10**4
+    assert time.perf_counter() - begun < 30
 
 
 def test_what_is_trained() -> None:

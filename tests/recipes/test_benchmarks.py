@@ -442,10 +442,17 @@ def test_agreement_at_equal_speed(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"point": point, "as": kind, "speed-up": speed, "agreement": agreement}
 
     rows = [row("plan 2x", "fp32", 2.0, 0.98), row("svd 0.85", "fp32", 1.5, 0.9), row("svd 0.7", "fp32", 3.5, 0.5)]
-    (line,) = program.at_equal_speed([*rows, row("svd 0.7", "int8", 4.0, 0.6)])
-    assert line["svd, fp32"] == pytest.approx(0.8)
-    assert line["svd, int8"] is None
-    assert line["agreement"] == 0.98
+    rows += [row("svd 0.7", "int8", 4.0, 0.6), row("original", "fp32", 1.0, 1.0), row("original", "int8", 2.6, 0.99)]
+    (line,) = program.at_equal_speed(rows)
+    assert line == {
+        "point": "plan 2x, fp32",
+        "speed-up": 2.0,
+        "agreement": 0.98,
+        "svd": pytest.approx(0.8),
+        "original": 0.99,
+    }
+    (line,) = program.at_equal_speed([row("plan 3x", "int8", 3.8, 0.9), *rows[1:]])
+    assert (line["svd"], line["original"]) == (0.6, None)
 
 
 def test_narrower_ffn_blocks(tmp_path: Path, output: Path) -> None:

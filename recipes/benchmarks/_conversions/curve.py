@@ -22,10 +22,9 @@ than 40 characters: most rows of SST-2 are pieces of sentences, and no user's te
 Of each model and of its file with int8 Linears (`export`, on batches of the same examples): the task's score on its
 validation examples; the share of the original's answers that it keeps there, and the distance to them in nats (of
 numbers the correlation, and the error over the variance); and the speed on random tokens of each of `--shapes`, 32 x 64
-without any. All are timed in turn, before, between and behind the scoring. The quickest passes count; but other tenants
-of a machine may slow int8, and not fp32, for a minute at a time, so that a point in int8 is compared with the original
-in int8, pass by pass. Milliseconds are the original's in its quickest pass over the speed-up, on the first shape. fp32
-is timed in torch, int8 in ONNX Runtime, on as many threads.
+without any. All are timed in turn (`speeds.py`), before, between and behind the scoring. Milliseconds are the
+original's in its quickest pass over the speed-up, on the first shape. fp32 is timed in torch, int8 in ONNX Runtime, on
+as many threads.
 
 A point is written to the figures as soon as it is measured, and a further run measures only what is missing. A picture
 is drawn beside them. Figures go to results/convert_curve/TASK.json.
@@ -51,11 +50,11 @@ from torch import nn
 from _conversions import finetuned
 from _conversions.curve_points import REFERENCE, Make, points
 from _conversions.finetuned import FineTuned, timed
+from _conversions.speeds import ORIGINAL, ROUNDED, Speeds
 from snnk_cli.exporting import ExportedFile
 from snnk_cli.files import read_json, write_json
 from snnk_cli.lock import hold
 from snnk_cli.plots import make_axes, store
-from snnk_cli.timing import forward_seconds, ratio
 from snnk_peft import export
 
 CHECKED = 10  # every so many batches are given to `export`
@@ -83,30 +82,24 @@ def measured(
     """
     batches = one.batches(given.sentences, seed)
     start = time.perf_counter()
-    model = make(one.teacher, batches, seed)
+    model = make(one.teacher, batches, seed).eval()
     row = {"point": name, "seed": seed, "seconds": time.perf_counter() - start}
     with tempfile.TemporaryDirectory() as folder:
         both: dict[str, Any] = {"fp32": model, "int8": int8_of(model, batches, folder)}
-        models = {"original": one.teacher, "rounded": rounded, **both}
-        taken: dict[str, dict[str, list[float]]] = {shape: {which: [] for which in models} for shape in given.shapes}
-
-        def add_times() -> None:
-            for shape, seconds in taken.items():
-                for which, more in forward_seconds(models, timed(one.teacher, shape), given.repetitions).items():
-                    seconds[which] += more
-
-        add_times()
+        models = {ORIGINAL: one.teacher, ROUNDED: rounded, **both}
+        taken = {shape: Speeds(models, timed(one.teacher, shape), given.repetitions) for shape in given.shapes}
         rows = []
         for kind, each in both.items():
+            for speeds in taken.values():
+                speeds.add_round()
             rows.append({**row, "as": kind, **one.figures(each)})
-            add_times()
-    for number, (shape, seconds) in enumerate(taken.items()):
-        key, least = f"at {shape}" if number else "speed-up", {which: min(own) for which, own in seconds.items()}
-        for found in rows:
-            found[key] = least["original"] / least[found["as"]]
-            if known and found["as"] == "int8":
-                found[key] = known[key] * ratio(seconds["rounded"], seconds["int8"])
-            found.setdefault("original ms", 1000 * least["original"])
+        for speeds in taken.values():
+            speeds.add_round()
+    for found in rows:
+        for number, (shape, speeds) in enumerate(taken.items()):
+            key = f"at {shape}" if number else "speed-up"
+            found[key] = speeds.speed_up(found["as"], known.get(key) if found["as"] == "int8" else None)
+        found["original ms"] = 1000 * taken[given.shapes[0]].original()
     return rows
 
 
@@ -126,19 +119,21 @@ def means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def at_equal_speed(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each point of a plan, the agreement of every way at its speed, linear between two sizes; None beyond them."""
-    lines: dict[str, list[tuple[float, float]]] = {}
+    """For each point of a plan, what every other way keeps at that speed or above, in fp32 or int8, whichever is more.
+
+    Linear between two sizes, and None above the fastest.
+    """
+    lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in table:
-        lines.setdefault(f"{row['point'].split()[0]}, {row['as']}", []).append((row["speed-up"], row["agreement"]))
+        lines.setdefault((row["point"].split()[0], row["as"]), []).append((row["speed-up"], row["agreement"]))
+    ways = [way for way in dict.fromkeys(way for way, _ in lines) if way != "plan"]
     found = []
     for row in (row for row in table if row["point"].startswith("plan")):
-        line = {"point": f"{row['point']}, {row['as']}", "speed-up": row["speed-up"], "agreement": row["agreement"]}
-        for name, known in lines.items():
-            known = sorted(known)
-            if name.startswith("plan") and name.endswith(row["as"]):
-                continue
-            inside = known[0][0] <= row["speed-up"] <= known[-1][0]
-            line[name] = float(np.interp(row["speed-up"], *zip(*known, strict=True))) if inside else None
+        speed = row["speed-up"]
+        line = {"point": f"{row['point']}, {row['as']}", "speed-up": speed, "agreement": row["agreement"]}
+        for way in ways:
+            fast = [sorted(known) for (name, _), known in lines.items() if name == way and max(known)[0] >= speed]
+            line[way] = max((float(np.interp(speed, *zip(*known, strict=True))) for known in fast), default=None)
         found.append(line)
     return found
 
@@ -219,7 +214,7 @@ def run(arguments: argparse.Namespace) -> None:
     equal = at_equal_speed(table)
     report({**given, "measured": rows, "at_equal_speed": equal}, table, output, f"{arguments.task} without labels")
     if equal:
-        show(equal, "Agreement at equal speed, interpolated")
+        show(equal, "Agreement of others at this speed or above, in fp32 or int8")
     draw(table, arguments.shapes[0], output.with_suffix(".png"))
 
 

@@ -11,10 +11,10 @@ of the training sets of STS-B, QQP, MNLI and SST-2, without labels and without t
   texts that are among the ten nearest, over 500 of the questions; and found, how often the question that is marked as
   its duplicate is among the ten nearest.
 
-int8 is ONNX Runtime's dynamic quantisation, of the original and of each conversion. Speed-ups are the time of the
-original in torch over that of the model, in turn, on 32 x 64 tokens. Each seed draws its sentences; the table tells
-means over the seeds, and the least cosine. Figures go to results/convert_embeddings, after each model: what is there
-with the same settings is not measured again. embeddings.png is drawn beside them.
+int8 is ONNX Runtime's dynamic quantisation, of the original and of each conversion. Speed-ups (`speeds.py`) are over
+the original in torch, on 32 x 64 tokens, timed before and behind the judging. Each seed draws its sentences; the
+table tells means over the seeds, and the least cosine. Figures go to results/convert_embeddings, after each model: what
+is there with the same settings is not measured again. embeddings.png is drawn beside them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from _bench import alternate, ratio, report
+from _bench import report
 from data import TASKS
 from scipy.stats import spearmanr
 from torch import Tensor
 
 from _conversions.finetuned import timed
+from _conversions.speeds import ORIGINAL, ROUNDED, Speeds
 from snnk_cli.files import read_json
 from snnk_cli.plots import make_axes, store
 from snnk_peft import convert
@@ -139,24 +140,26 @@ def figures_of(given: Sequence[Tensor], on: Judged, original: Sequence[Tensor]) 
     }
 
 
-def measured(name: str, model: Model, size: int, door: Opened, on: Judged, original: Any, repetitions: int) -> Any:
-    """A row of the table."""
-    taken = timed(door.model, TIMED)
-
-    def forward(which: Model) -> Callable[[], None]:
-        def run() -> None:
-            with torch.inference_mode():
-                which(**taken)
-
-        return run
-
-    seconds = alternate({"original": forward(door.model), name: forward(model)}, repetitions)
+def measured(
+    name: str,
+    model: Model,
+    door: Opened,
+    on: Judged,
+    original: Any,
+    rounded: Model,
+    of_rounded: float | None,
+    repetitions: int,
+) -> Any:
+    """A row of the table; `of_rounded` is the speed-up of the original in int8, for models in int8."""
+    speeds = Speeds({ORIGINAL: door.model, ROUNDED: rounded, name: model}, timed(door.model, TIMED), repetitions)
+    speeds.add_round()
     given = original if model is door.model else [vectors(model, door, each) for each in (on.pairs, on.corpus)]
+    speeds.add_round()
+    speed = speeds.speed_up(name, of_rounded)
     return {
         **figures_of(given, on, original),
-        "speed-up": ratio(seconds["original"], seconds[name]),
-        f"ms per {TIMED} tokens": 1000 * statistics.median(seconds[name]),
-        "bytes": size,
+        "speed-up": speed,
+        f"ms per {TIMED} tokens": 1000 * speeds.original() / speed,
     }
 
 
@@ -222,20 +225,27 @@ def run(arguments: argparse.Namespace) -> None:
     original = [vectors(door.model, door, each) for each in (on.pairs, on.corpus)]
 
     def add(name: str, seed: int, model: Model, size: int) -> None:
-        row = measured(name, model, size, door, on, original, arguments.repetitions)
-        rows[name, seed] = {"model": name, "seed": seed, **row}
-        figures, table = (
-            {"settings": settings, "measured": list(rows.values()), "conversions": made},
-            means(rows.values()),
-        )
+        known = rows.get((ROUNDED, 0), {}).get("speed-up") if name.endswith("int8") else None
+        row = measured(name, model, door, on, original, rounded, known, arguments.repetitions)
+        rows[name, seed] = {"model": name, "seed": seed, **row, "bytes": size}
+        figures, table = {"settings": settings, "measured": [*rows.values()], "conversions": made}, means(rows.values())
         report(figures, table, arguments.output, "A sentence encoder, converted without labels")
         draw(table, arguments.output.with_name("embeddings.png"))
 
-    for seed, name in product(range(arguments.seeds), ("original", *arguments.budgets)):
-        if {(name, seed), (f"{name} int8", seed)} <= rows.keys() or (name == "original" and seed):
-            continue
-        model, own = door.model, [texts[index] for index in drawn(len(texts), count, seed)]
-        if name != "original":
+    def read_by(own: Sequence[str]) -> dict[str, Tensor]:
+        return dict(door.reader(own[:BATCH], padding=True, truncation=True, max_length=64, return_tensors="pt"))
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = exported(door.model, Path(folder) / "original", [read_by(texts)])
+        rounded = runner(file)
+        if (ORIGINAL, 0) not in rows:
+            add(ORIGINAL, 0, door.model, sum(tensor.nbytes for tensor in door.model.state_dict().values()))
+        if (ROUNDED, 0) not in rows:
+            add(ROUNDED, 0, rounded, bytes_of(file))
+        for seed, name in product(range(arguments.seeds), arguments.budgets):
+            if {(name, seed), (f"{name} int8", seed)} <= rows.keys():
+                continue
+            own = [texts[index] for index in drawn(len(texts), count, seed)]
             options = {"samples": len(own), "steps": arguments.steps, "seed": seed, "progress": False}
             done = convert(str(arguments.model), own, name, inputs=timed(door.model, TIMED), **options)
             print(done.report, flush=True)
@@ -243,10 +253,8 @@ def run(arguments: argparse.Namespace) -> None:
             made = [each for each in made if (each["model"], each["seed"]) != (name, seed)]
             made.append({"model": name, "seed": seed, "seconds": told["seconds"], "recovery": told["recovery"]})
             model = _encoder(done.model)
-        add(name, seed, model, sum(tensor.nbytes for tensor in model.state_dict().values()))
-        with tempfile.TemporaryDirectory() as folder:
-            inputs = dict(door.reader(own[:BATCH], padding=True, truncation=True, max_length=64, return_tensors="pt"))
-            file = exported(model, Path(folder), [inputs])
+            add(name, seed, model, sum(tensor.nbytes for tensor in model.state_dict().values()))
+            file = exported(model, Path(folder) / f"{name} {seed}", [read_by(own)])
             add(f"{name} int8", seed, runner(file), bytes_of(file))
 
 

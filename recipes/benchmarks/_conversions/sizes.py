@@ -60,7 +60,7 @@ def batches_of(config: Any, texts: int, images: int) -> list[dict[str, torch.Ten
 
 
 def prepared(
-    shape: str, budget: str | None, texts: int, images: int, recover: float, threads: int, told: Path
+    shape: str, budget: str | None, texts: int, images: int, recover: float | None, threads: int, told: Path
 ) -> Callable[[], None]:
     """Make model and batches; what is returned is measured. No budget: the forward passes alone."""
     logging.disable_progress_bar()
@@ -96,7 +96,7 @@ def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--budget", default="2x", help="of latency (default 2x)")
     options.add_argument("--texts", type=int, default=2500, help="that are given (default 2500)")
     options.add_argument("--images", type=int, default=320, help="that are given (default 320)")
-    options.add_argument("--recover", type=float, default=20.0, help="seconds of steps (default 20)")
+    options.add_argument("--recover", type=float, help="seconds of steps (default that of convert)")
 
 
 def run(arguments: argparse.Namespace) -> None:
