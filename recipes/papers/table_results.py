@@ -40,7 +40,7 @@ WAYS = {
 CLASSIFIERS = (
     ("sst2", "original", "int8", "SST-2 classifier, int8 of the original"),
     ("sst2", "plan 2x", "fp32", "SST-2 classifier, converted for 2 ×"),
-    ("sst2", "plan 2.5x", "int8", "SST-2 classifier, converted for 2.5 ×, then int8"),
+    ("sst2", "plan 3x", "int8", "SST-2 classifier, converted for 3 ×, then int8"),
     ("imdb", "plan 2x", "fp32", "IMDb classifier, 512 tokens, converted for 2 ×"),
 )
 LEAST = 85  # lower limit of the axis, in percent
