@@ -276,7 +276,7 @@ def learning_rate(name: str, peak: float, warmup: int, total: int, **options: fl
 def of_epochs(train: Any, per_epoch: int) -> Schedule:
     """Return the schedule of a TrainSection: whole epochs of `per_epoch` steps; the warm-up is a share of all steps."""
     total = train.epochs * per_epoch
-    named = {"epoch": per_epoch, "end": total}
+    named = {"epoch": per_epoch, "end": max(1, total)}
     return Schedule(
         total=total,
         eval_every=named.get(train.eval_every, train.eval_every),

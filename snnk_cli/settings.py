@@ -285,6 +285,7 @@ class TrainSection(StepSettings):
 class FinetuneTrain(TrainSection):
     """The optimisation of a pretrained model."""
 
+    epochs: int = option(3, "passes over the training data; 0 leaves the head as method.fit_head made it", low=0)
     choose_share: float | None = option(
         None,
         "share of the training examples that is held back to choose the epoch: the evaluation splits are then scored "
@@ -363,6 +364,8 @@ class FinetuneConfig:
             )
         if getattr(self.output, "cost", False) and getattr(self.method, "head", "own") == "wide":
             faults.append("output.cost is true with method.head=wide, which it does not count; set one to its default")
+        if getattr(self.train, "epochs", None) == 0 and not getattr(self.method, "fit_head", False):
+            faults.append("train.epochs is 0, and method.fit_head is false: nothing would be learned; change one of them")
         given = self.augment.given
         if given and getattr(self.method, "cut", None) is not None:
             faults.append(

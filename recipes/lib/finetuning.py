@@ -202,8 +202,8 @@ class Finetuning(Experiment[FinetuneConfig]):
             **cost,
             "best_epoch": best["step"] / done.per_epoch,
             "trainable_parameters_without_classifier": done.counts["trainable_without_classifier"],
-            "seconds_per_epoch": state.train_seconds / state.step * done.per_epoch,
-            "processor_seconds_per_epoch": state.cpu_seconds / state.step * done.per_epoch,
+            "seconds_per_epoch": state.train_seconds / max(1, state.step) * done.per_epoch,
+            "processor_seconds_per_epoch": state.cpu_seconds / max(1, state.step) * done.per_epoch,
         }
 
     def cost(self) -> dict[str, dict[str, int]]:

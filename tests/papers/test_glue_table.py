@@ -61,7 +61,8 @@ def test_every_method_is_tuned_with_equal_effort() -> None:
     """As many rates for each, and nothing else differs from the runs of the table."""
     runs, tried = load("glue").tasks["cola"], load("glue_rates").tasks["cola"]
     assert (runs.program, runs.config) == (tried.program, tried.config)
-    assert len(tried.methods) == 3 * len(runs.methods)
+    trained = [name for name, settings in runs.methods.items() if "train.epochs=0" not in settings]
+    assert len(tried.methods) == 3 * len(trained)
     for name, settings in tried.methods.items():
         method, _, rate = name.rpartition("@")
         same = [each for each in runs.methods[method] if not each.startswith("train.learning_rate=")]

@@ -418,6 +418,16 @@ def test_a_fitted_head_that_no_step_makes_better_is_the_best(
     assert metrics["before_training"]["score"] == metrics["score"]
     assert metrics["before_training"]["seconds"] > 0
     assert "before training" in capsys.readouterr().out
+    for end in ("epoch", "end"):  # without a step it is what is saved
+        folder = tmp_path / f"no_epoch_{end}"
+        assert finetune.main(settings(world, folder, *changes, "train.epochs=0", f"train.eval_every={end}")) == 0
+        alone = json.loads((folder / "metrics.json").read_text())
+        assert alone["metrics"] == metrics["metrics"]
+        assert (alone["best_step"], alone["epochs"], alone["train_seconds"]) == (0, 0, 0)
+        assert score.main([str(folder)]) == 0
+        assert json.loads((folder / "evaluation.json").read_text())["metrics"] == metrics["metrics"]
+    assert finetune.main(settings(world, tmp_path / "nothing", "train.epochs=0")) == 2
+    assert "method.fit_head is false: nothing would be learned" in capsys.readouterr().err
     # Without a fitted head there is nothing worth a look; at the end alone nothing else is scored.
     for name, other in (("plain", "method.fit_head=false"), ("end", "train.eval_every=end")):
         assert finetune.main(settings(world, tmp_path / name, *changes, other)) == 0

@@ -6,6 +6,7 @@
     further    tasks that are run only on request
     seeds      default of --seeds
     of         a study whose entries are used where this one has none
+    only, without   names of its methods
     page       the file in recipes/papers/pages, if its name is not that of the study
 
 A method is a list of settings. One whose name has <places> stands for all combinations of their entries in `for`:
@@ -120,10 +121,9 @@ def entries(name: str) -> dict[str, Any]:
         known = entries(other)
         without = {"rates_from", "further", "page", *given}
         given = {**{key: value for key, value in known.items() if key not in without}, **given}
-    return {
-        **given,
-        "methods": {key: value for key, value in given["methods"].items() if key not in given.get("without", ())},
-    }
+    methods, without = given["methods"], given.get("without", ())
+    only = given.get("only", methods)
+    return {**given, "methods": {key: methods[key] for key in methods if key in only and key not in without}}
 
 
 def expanded(methods: Mapping[str, Any]) -> Methods:

@@ -1,6 +1,6 @@
 """The page of GLUE dev scores.
 
-The reports of the study glue_rates are stored in OUT_rates.jsonl; the page shows the rates that were tried.
+The reports of the study glue_rates are stored in glue_rates.jsonl beside OUT; the page shows the rates that were tried.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ NAMES = {
     "rows6_informed_norms": "six learned rows that one labelled pass made, and norms",
     "rows6_fitted_head": "six such rows and norms behind a head that was fitted in closed form",
     "rows6_wide_head": "six learned rows and norms behind a head over all layers that was fitted in closed form",
+    "wide_head": "that head alone, without a step of training",
     "rows12_wide_head_cut3": "twelve such rows in the upper half of the layers, behind such a head; the rest runs once",
     "rows8_upper_norms": "learned rows and norms in all layers but the first",
     "rows8_upper_informed_norms": "learned rows that one labelled pass made, and norms, in all layers but the first",
@@ -66,8 +67,8 @@ def store(out: Path, rates: Path) -> None:
 
 
 def tuned(out: Path) -> Path:
-    """Return the study of the rates whose page is this one."""
-    return Path(f"{out.resolve()}_rates")
+    """Return the study of the rates, which is shown here."""
+    return out.resolve().parent / "glue_rates"
 
 
 def page(table: Table, out: Path, rates: Path) -> tuple[str, list[str]]:
@@ -191,7 +192,7 @@ def render(table: Table, tried: Rates) -> str:
     lines = [
         f"# GLUE dev scores ({models})",
         "",
-        "Rendered by `study.py page glue` from the `.jsonl` beside this folder; every line holds the settings",
+        f"Rendered by `study.py page {out.name}` from the `.jsonl` beside this folder; every line holds the settings",
         "and the environment of its run. Scores in percent: accuracy (RTE, SST-2), mean of accuracy and F1 (MRPC),",
         "mean of Pearson and Spearman (STS-B), Matthews (CoLA). The epoch is chosen on a tenth of the training rows,",
         "which is held back; the dev set is scored once. Mean ± standard error (number of seeds). The average is",
