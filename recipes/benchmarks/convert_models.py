@@ -6,7 +6,8 @@
     curve       agreement over latency of a BERT on a task of texts: conversions and baselines, in fp32 and int8
     cifar10     the FFNs of a ViT
     llama       the attention of a causal language model: perplexity, cache and speed
-    llama_ffn   its gated FFNs: perplexity and size
+    recall      the attention of small decoders that were trained to recall
+    llama_ffn   the gated FFNs of a causal language model: perplexity and size
     embeddings  a sentence encoder: its vectors, their similarities and neighbours
     sizes       seconds and memory of `convert`, from MiniLM to RoBERTa-large
 
@@ -22,7 +23,7 @@ from importlib import import_module
 from _bench import parser
 from transformers import logging
 
-NAMES = ("curve", "cifar10", "llama", "llama_ffn", "embeddings", "sizes")
+NAMES = ("curve", "cifar10", "llama", "recall", "llama_ffn", "embeddings", "sizes")
 
 
 def main() -> None:

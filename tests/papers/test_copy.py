@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 import torch
 from papers import study
-from papers.lib.copies import SPLITS, Copies, copy_scores
+from papers.lib.copies import KNOWN, SPLITS, Copies, Pieces, copy_scores
 from papers.lib.study import load
 from papers.lib.study_runs import data_settings
 from papers.pages import fmm as fmm_page
 from papers.programs import train_copy, train_lra
 from recipe_world import RECIPES
+from transformers import AutoModelForCausalLM
 
 from snnk_cli.config import load_config
 from snnk_cli.evaluation import Alone
@@ -44,6 +45,21 @@ def test_the_second_half_is_the_first_and_alone_has_labels() -> None:
     assert (ids[:, 1:10] <= 10).all()
     assert (labels[:, :11] == IGNORED).all()
     assert torch.equal(labels[:, 11:], ids[:, 1:10])
+
+
+def test_pieces_stand_in_the_first_half_at_any_place() -> None:
+    examples = Pieces(60, 40, 50, 3, "train", 5)
+    inputs = examples.batch(range(60))
+    places = []
+    for ids, labels in zip(inputs["input_ids"].tolist(), inputs["labels"].tolist(), strict=True):
+        assert labels[:20] == [IGNORED] * 20
+        for begin in range(20, 40, 5):
+            piece = ids[begin : begin + 5]
+            places.append(next(start for start in range(16) if ids[start : start + 5] == piece))
+            assert labels[begin : begin + 5] == [IGNORED] * KNOWN + piece[KNOWN:]
+    assert set(places) == set(range(16))
+    others = [Pieces(60, 40, 50, 3, "test", 5), Pieces(60, 40, 50, 3, "train", 10), Copies(60, 40, 50, 3, "train")]
+    assert len({each.fingerprint() for each in (examples, *others)}) == 4
 
 
 def test_symbols_are_uniform_and_independent() -> None:
@@ -167,9 +183,26 @@ def test_who_sees_the_answer_learns_to_copy(tmp_path: Path, attention: str) -> N
     assert report["train_cpu_seconds"] == pytest.approx(250 * report["cpu_seconds_per_step"])
 
 
+@pytest.mark.parametrize("layout", ["gpt2", "llama", "gpt_neox"])
+def test_the_saved_model_has_the_score_of_the_run(tmp_path: Path, layout: str) -> None:
+    sizes = ["data.length=64", "data.piece=8", "model.dim=32", "model.hidden_dim=48", "model.layers=2", "model.heads=2"]
+    few = ["data.validation_examples=20", "data.test_examples=40", "train.device=cpu", "train.steps=20"]
+    given = [*sizes, *few, "method.attention=softmax", f"model.layout={layout}", f"output.dir={tmp_path / 'run'}"]
+    assert train_copy.main([str(CONFIG), *given]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model").eval()
+    sizes_of = (model.config.model_type, model.config.max_position_embeddings, model.config.hidden_size)
+    assert sizes_of == (layout, 64, 32)
+    assert any(value.shape[0] == 48 or value.shape[-1] == 48 for value in model.parameters())
+    test = Pieces(40, 64, 10, 0, "test", 8)
+    found = copy_scores(model, {"test": test}, 40, Alone(torch.device("cpu")), lambda: False)
+    assert found is not None
+    assert found["accuracy"] == json.loads((tmp_path / "run/metrics.json").read_text())["accuracy"]
+
+
 @pytest.mark.parametrize(
     ("given", "messages"),
     [
+        (["data.piece=7", "model.layout=gpt"], ["data.piece is 7, which does not divide", "model.layout"]),
         (["data.length=17", "model.heads=3"], ["data.length is 17; expected an even number", "model.heads is 3"]),
         (["method.attention=sofmax"], ["method.attention", "softmax"]),
         (["method.attention={component: elu, projection: orf, near_field: 0}"], ["near_field is 0"]),

@@ -511,6 +511,20 @@ def test_a_decoder_whose_cache_shrinks(tmp_path: Path, output: Path) -> None:
     assert again["rows"] == found["rows"]
 
 
+def test_decoders_that_recall(tmp_path: Path, output: Path) -> None:
+    from papers.programs import train_copy
+
+    small = ["data.length=256", "model.dim=32", "model.hidden_dim=32", "model.heads=2", "model.layers=2"]
+    few = ["data.train_examples=40", "data.validation_examples=4", "data.test_examples=4", "train.steps=2"]
+    given = [*small, *few, "train.batch_size=4", "train.device=cpu", f"output.dir={tmp_path / 'run'}"]
+    assert train_copy.main([str(RECIPES / "papers/configs/copy/pieces.yaml"), *given]) == 0
+    words = ["--runs", str(tmp_path / "run"), "--cache", "0.6", "--texts", "8", "--judged", "3", "--seeds", "1"]
+    rows = figures(output, "convert_models.py", "recall", *words)["rows"]
+    assert [row["way"] for row in rows] == ["original", "window", "by attention", "converted"]
+    assert all(0 <= row[name] <= 1 for row in rows for name in ("recalled", "recalled from far"))
+    assert all(row["cache bytes"] < 0.7 * rows[0]["cache bytes"] for row in rows[1:])
+
+
 def test_uptraining_brings_a_model_nearer_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that was disturbed: the divergence, by torch's own, falls; what is not trained stays."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))

@@ -145,15 +145,16 @@ def run(arguments: argparse.Namespace) -> None:
             continue
         batches = [{"input_ids": row[None]} for row in train[seed].split(arguments.fitted)]
         start = time.perf_counter()
-        made = _made(way, model, batches, share, seed, arguments.longest)
+        converted = made(way, model, batches, share, seed, arguments.longest)
         seconds = 0.0 if fixed else time.perf_counter() - start
-        row = {"model": name, "seed": seed, **_judged(Read(made), tests, tokenizer, arguments), "seconds": seconds}
+        row = {"model": name, "seed": seed, **_judged(Read(converted), tests, tokenizer, arguments), "seconds": seconds}
         rows.append(row)
         report({"settings": settings}, rows, arguments.output, "A decoder whose cache shrinks, without labels")
     _draw(rows, arguments.output.with_name("recall.png"))
 
 
-def _made(way: str, model: Any, batches: list[dict[str, Tensor]], share: float, seed: int, longest: int) -> Any:
+def made(way: str, model: Any, batches: list[dict[str, Tensor]], share: float, seed: int, longest: int) -> Any:
+    """The model in one of `WAYS`, with a share of the cache of texts of `longest` tokens."""
     if way == "original":
         return model
     if way == "window":

@@ -1,4 +1,4 @@
-"""The copy task: a word of random symbols after a mark, twice; the second copy must be predicted.
+"""The copy task: a word of random symbols after a mark, twice; the second copy must be predicted. Or pieces of it.
 
     0 w₁ w₂ … wₙ 0 w₁ w₂ … wₙ          wᵢ uniform on 1 … symbols, 0 the mark, length 2 (n + 1)
 
@@ -21,6 +21,7 @@ from snnk_cli.evaluation import predict
 from snnk_peft.tasks.base import IGNORED
 
 MARK = 0
+KNOWN = 4  # tokens by which a piece is recognised
 SPLITS = ("train", "validation", "test")
 
 
@@ -49,12 +50,18 @@ class Copies(ExampleSet):
         generator = np.random.default_rng((self.seed, SPLITS.index(self.split), index))
         return generator.integers(MARK + 1, self.symbols + 1, self.lengths[0] // 2 - 1)
 
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and labels, (length,); labels are `IGNORED` before the second copy."""
+        word = self.word(index)
+        half = np.concatenate(([MARK], word))
+        return np.concatenate((half, half)), np.concatenate((np.full(len(half) + 1, IGNORED), word))
+
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Return model inputs: input_ids and labels (batch, length); labels are `IGNORED` before the second copy."""
-        words = torch.from_numpy(np.stack([self.word(index) for index in indices])).to(device)
-        half = torch.nn.functional.pad(words, (1, 0), value=MARK)
-        labels = torch.cat((torch.full_like(half, IGNORED), torch.nn.functional.pad(words, (1, 0), value=IGNORED)), 1)
-        return {"input_ids": torch.cat((half, half), 1), "labels": labels, "use_cache": False}
+        """Return model inputs: input_ids and labels (batch, length)."""
+        ids, labels = (
+            torch.from_numpy(np.stack(rows)).to(device) for rows in zip(*map(self.row, indices), strict=True)
+        )
+        return {"input_ids": ids, "labels": labels, "use_cache": False}
 
     def describe(self) -> str:
         return f"{len(self):,} sequences of {self.lengths[0]} tokens"
@@ -62,6 +69,40 @@ class Copies(ExampleSet):
     def fingerprint(self) -> str:
         given = (len(self), self.lengths[0], self.symbols, self.seed, self.split)
         return hashlib.sha256(f"{given}".encode() + self.word(0).tobytes()).hexdigest()
+
+
+class Pieces(Copies):
+    """Random symbols, then pieces of them in any order: each must be found by its first `KNOWN` tokens, not by place.
+
+    Args:
+        count, length, symbols, seed, split: as in `Copies`.
+        piece: tokens of a piece, which divide half of the length.
+    """
+
+    def __init__(self, count: int, length: int, symbols: int, seed: int, split: str, piece: int):
+        super().__init__(count, length, symbols, seed, split)
+        self.piece = piece
+
+    @property
+    def distance(self) -> int:
+        """Number of positions from a prediction back to the token to copy, on average."""
+        return self.lengths[0] // 2
+
+    def starts(self, index: int) -> np.ndarray:
+        """Return where the pieces begin in the first half, (length / 2 piece,)."""
+        half = self.lengths[0] // 2
+        generator = np.random.default_rng((self.seed, SPLITS.index(self.split), index, self.piece))
+        return generator.integers(0, half - self.piece + 1, half // self.piece)
+
+    def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and labels, (length,); `IGNORED` where nothing tells which token comes."""
+        first = np.concatenate((self.word(index), [MARK]))
+        found = [first[start : start + self.piece] for start in self.starts(index)]
+        labels = [np.concatenate((np.full(KNOWN, IGNORED), piece[KNOWN:])) for piece in found]
+        return np.concatenate((first, *found)), np.concatenate((np.full(len(first), IGNORED), *labels))
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(f"{super().fingerprint()}, pieces of {self.piece}".encode()).hexdigest()
 
 
 def copy_scores(

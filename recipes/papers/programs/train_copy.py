@@ -5,14 +5,16 @@
         recipes/papers/configs/copy/copy.yaml method.attention=softmax data.length=256
     python recipes/papers/programs/train_copy.py recipes/papers/configs/copy/copy.yaml \\
         "method.attention={component: elu, projection: identity, near_field: 64, sum_of: [{projection: orf}]}"
+    python recipes/papers/programs/train_copy.py recipes/papers/configs/copy/pieces.yaml model.layout=gpt_neox
 
 The task of the papers on linear attention (Katharopoulos et al. 2020; FMMformer, Nguyen et al. 2021): "0 w 0 w",
 generated (papers/lib/copies.py); the loss is that of the second copy. The score is the share of its tokens that are
 right, on unseen sequences. A near field that is wider than the distance between the copies sees the answer; linear
-attention must find it by position with its features alone.
+attention must find it by position with its features alone. With data.piece the second half is made of pieces of the
+first in any order, which must be found by their first tokens.
 
-Settings are `section.key=value`; `--help` lists them. output.dir receives metrics.json, learning_curve.png and
-checkpoints. A run killed at any moment continues with `--resume` and ends with the same weights, bit for bit.
+Settings are `section.key=value`; `--help` lists them. output.dir receives metrics.json, learning_curve.png,
+checkpoints, and, of softmax attention, model/. A run killed at any moment continues with `--resume` and ends with the same weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -26,17 +28,26 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from papers.lib.copies import SPLITS, Copies, copy_scores
+from papers.lib.copies import KNOWN, SPLITS, Copies, Pieces, copy_scores
 from papers.lib.lra_model import with_linear_attention
 from papers.lib.lra_settings import SCHEDULES, AttentionMethod, LongRangeTrain, ModelSizes
 from papers.lib.training import Training
 from snnk_cli.config import option
 from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data, Finished
+from snnk_cli.files import write_folder
 from snnk_cli.launch import launch
 from snnk_cli.settings import RunOutput
+
+WIDTHS = ("n_inner", "intermediate_size")  # of the feed-forward blocks
+# By the name in transformers: the width of the feed-forward blocks, and what is to be 0.
+LAYOUTS = {
+    "gpt2": ("n_inner", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "llama": ("intermediate_size",),
+    "gpt_neox": ("intermediate_size",),
+}
 
 
 @dataclass
@@ -49,14 +60,23 @@ class CopyData:
     validation_examples: int = option(200, "sequences on which the checkpoint is chosen", low=1)
     test_examples: int = option(500, "sequences that are scored once, with that checkpoint", low=1)
 
+    piece: int | None = option(
+        None, "tokens of the pieces of the first half of which the second is made; null: it is the first", low=KNOWN + 1
+    )
+
     def check(self) -> list[str]:
-        return [f"length is {self.length}; expected an even number, two words and two marks"] if self.length % 2 else []
+        if self.length % 2:
+            return [f"length is {self.length}; expected an even number, two words and two marks"]
+        if self.piece is not None and (self.length // 2) % self.piece:
+            return [f"piece is {self.piece}, which does not divide half of the length, {self.length // 2}"]
+        return []
 
 
 @dataclass
 class CopyModel(ModelSizes):
-    """The decoder, trained from scratch: GPT-2's layout, with learned positions and no dropout."""
+    """The decoder, trained from scratch, without dropout."""
 
+    layout: str = option("gpt2", "gpt2 has learned positions, llama and gpt_neox rotary ones", choices=tuple(LAYOUTS))
     hidden_dim: int = option(256, "width of the feed-forward blocks", low=1)
 
 
@@ -85,6 +105,12 @@ class CopyConfig:
     train: CopyTrain = field(default_factory=CopyTrain)
 
 
+def copies(data: CopyData, seed: int, split: str) -> Copies:
+    """Return the sequences of a split."""
+    given = (getattr(data, f"{split}_examples"), data.length, data.symbols, seed, split)
+    return Copies(*given) if data.piece is None else Pieces(*given, data.piece)
+
+
 class TrainCopy(Training[CopyConfig]):
     """Experiment that trains one decoder with one attention."""
 
@@ -92,28 +118,24 @@ class TrainCopy(Training[CopyConfig]):
 
     def data(self, accelerator: Any) -> Data:
         data, seed = self.config.data, self.config.train.seed
-        train, validation, test = (
-            Copies(getattr(data, f"{split}_examples"), data.length, data.symbols, seed, split) for split in SPLITS
-        )
+        train, validation, test = (copies(data, seed, split) for split in SPLITS)
         return Data(train, {"validation": validation}, {"test": test})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
         """Build a freshly initialised decoder whose attention is replaced at once; all of it is trained."""
         config, sizes = self.config, self.config.model
-        layout = GPT2Config(
+        layout = AutoConfig.for_model(
+            sizes.layout,
             vocab_size=config.data.symbols + 1,
-            n_positions=config.data.length,
-            n_embd=sizes.dim,
-            n_inner=sizes.hidden_dim,
-            n_layer=sizes.layers,
-            n_head=sizes.heads,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
+            max_position_embeddings=config.data.length,
+            hidden_size=sizes.dim,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=sizes.heads,
             bos_token_id=None,
             eos_token_id=None,
+            **{name: sizes.hidden_dim if name in WIDTHS else 0.0 for name in LAYOUTS[sizes.layout]},
         )
-        return with_linear_attention(GPT2LMHeadModel(layout), config.method, config.train.seed)
+        return with_linear_attention(AutoModelForCausalLM.from_config(layout), config.method, config.train.seed)
 
     def score(
         self,
@@ -126,7 +148,9 @@ class TrainCopy(Training[CopyConfig]):
         return copy_scores(model, splits, self.config.train.eval_batch_size, accelerator, stopped)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """Return scores of the checkpoint that is best on validation, and the cost of a step."""
+        """Write model/; return scores of the checkpoint that is best on validation, and the cost of a step."""
+        if isinstance(done.model, PreTrainedModel):
+            write_folder(done.folder / "model", done.model.save_pretrained)
         return {
             "accuracy": done.test["accuracy"],
             "whole_sequences": done.test["whole"],
