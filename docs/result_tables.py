@@ -18,13 +18,13 @@ METHODS = {
     "upper": "the same in all layers but the first",
     "cut": "twelve rows, and norms, in the upper half; the lower half run once",
     "parallel": "learned rows beside the FFN",
-    "snnk": "random features behind attention and FFN",
+    "snnk": "random features after attention and FFN",
     "snnk_pfeiffer": "as many parameters in one place of a layer",
     "lora": "LoRA",
     "lora_norms": "LoRA and norms",
     "dora": "DoRA",
-    "rows6_fitted_head": "six rows from one labelled pass, and norms, behind a head fitted in closed form",
-    "rows8_upper_fitted_head": "eight such rows, and norms, in all layers but the first, behind such a head",
+    "rows6_fitted_head": "six rows from one labelled pass, and norms, with a head fitted in closed form",
+    "rows8_upper_fitted_head": "eight such rows, and norms, in all layers but the first, with such a head",
     "rows6_informed_norms": "the six rows, and norms, without the fitted head",
     "rows8_upper_informed_norms": "the eight rows, and norms, without the fitted head",
     "least": "any method: through the whole model and back",
@@ -94,15 +94,15 @@ def language_model() -> str:
         told = [value for key, value in mean.items() if key.startswith("passkey")]
         rows.append({"model": name, **mean, "passkey": sum(told) / len(told)})
     quality = [
-        (text if where == "to 2048" else f"{text}, behind", f"{text}, {where}", fixed(1))
+        (text if where == "to 2048" else f"{text}, beyond", f"{text}, {where}", fixed(1))
         for text in ("reviews", "document")
         for where in ("to 2048", "behind 2048")
     ]
     recall = [(f"copied after {tokens:,}", f"copied after {tokens}", percent) for tokens in (640, 2048)]
     cost = [("cache, MB", "cache bytes behind 8192", fixed(0, 1e6))]
-    cost += [(f"ms a token behind {tokens:,}", f"ms behind {tokens}", fixed(0)) for tokens in (512, 8192)]
+    cost += [(f"ms per token after {tokens:,}", f"ms behind {tokens}", fixed(0)) for tokens in (512, 8192)]
     last = ("conversion, s", "seconds", fixed(0))
-    return grid(rows, NAME, *quality, *recall, ("passkey told", "passkey", percent), *cost, last)
+    return grid(rows, NAME, *quality, *recall, ("passkeys found", "passkey", percent), *cost, last)
 
 
 def fewer_units() -> str:

@@ -3,7 +3,7 @@
     python recipes/bundle.py runs/rte_adapter                                   (a run: its best checkpoint)
     python recipes/bundle.py path/to/adapter --task rte --output path/to/bundle
 
-Writes the model, its tokenizer or image processor and its model card; prints what was folded, sizes before and after,
+Writes the model, its tokenizer or image processor and its model card. Prints what was folded, sizes before and after,
 and how far the outputs moved (rounding only; more than that is an error).
 """
 
@@ -23,8 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="run of recipes/finetune.py, or adapter folder")
     parser.add_argument("overrides", nargs="*", metavar="data.key=value", help="labels and kind of an adapter's table")
-    parser.add_argument("--task", help="the task that an adapter was trained on; a run knows its own")
-    parser.add_argument("--output", type=Path, help="folder for the bundle (default: FOLDER/bundle of a run)")
+    parser.add_argument("--task", help="the task that an adapter was trained on; not needed for a run")
+    parser.add_argument("--output", type=Path, help="folder for the bundle (default for a run: FOLDER/bundle)")
     parser.add_argument("--overwrite", action="store_true", help="replace an older bundle")
     arguments = parser.parse_intermixed_args(argv)
     from snnk_cli import bundling  # with torch, for which `--help` need not wait

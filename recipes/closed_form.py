@@ -6,8 +6,8 @@
 The pooler becomes Φ(x)A with random features and is bundled with the classifier, so the head is one matrix W̄ that reads
 Φ of the frozen encoder's [CLS] vector or, where the checkpoint was trained with it, of the mean over the tokens
 (`method.pooling`). `fit_closed_form` finds it in one pass (ridge regression, one-hot targets for classes; the ridge by
-generalised cross-validation). Next to it the same head is trained with AdamW on cached features, in the loop of all
-recipes, and scikit-learn's Ridge is fitted to them as an independent check.
+generalised cross-validation). For comparison, the same head is trained with AdamW on cached features, in the same loop
+as all recipes, and scikit-learn's Ridge is fitted to them as an independent check.
 
 Settings are `section.key=value`; `--help` lists them. `--resume` continues a run that was stopped.
 """

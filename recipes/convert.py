@@ -1,17 +1,17 @@
-"""Convert a fine-tuned classifier without labels: a smaller, faster, plain model, scored beside the original.
+"""Convert a fine-tuned classifier without labels: a smaller, faster, plain model, scored against the original.
 
     python recipes/convert.py recipes/configs/convert/sst2.yaml model.name_or_path=path/to/model data.dir=path/to/glue
     python recipes/convert.py recipes/configs/convert/texts.yaml model.name_or_path=path/to/model data.texts=reviews.txt
 
-Feed-forward blocks, attention and pooler become feature maps, as the section `convert` says, or as `plan` finds for a
-budget (convert.budget=2x); `calibrate` fits them to the original on unlabelled texts, `bundle` multiplies them out, and
-convert.recover seconds of steps bring the whole nearer to the original. If the task has labels, original and conversion
-are scored by them; with texts alone this is `snnk_peft.convert`, for any model of texts, and 15% of them measure
-how close both models' answers are. output.dir receives bundle/ (the model with its tokenizer and card, to be loaded
-like any other), metrics.json, and what was planned and fitted: plan.json, calibration.json and their plots.
+Feed-forward blocks, attention and pooler become feature maps, as set in the section `convert`, or as `plan` chooses for
+a budget (convert.budget=2x). `calibrate` fits them to the original on unlabelled texts, `bundle` multiplies them out,
+and convert.recover seconds of training bring the whole model closer to the original. If the task has labels, both
+models are scored on them. With texts alone this is `snnk_peft.convert`, for any text model, and 15% of the texts are
+used to measure how close the answers of both models are. output.dir receives bundle/ (the model with its tokenizer and
+card, which loads like any other), metrics.json, and what was planned and fitted: plan.json, calibration.json and plots.
 
-With a task, train.epochs=1 trains the conversion for an epoch to predict as the original does (train.logits,
-train.layers), and as the labels say (train.labels). Ctrl-C and SIGTERM save first; `--resume` continues.
+With a task, train.epochs=1 trains the conversion for an epoch to predict what the original predicts (train.logits,
+train.layers), and what the labels say (train.labels). Ctrl-C and SIGTERM save first; `--resume` continues.
 
 Settings are `section.key=value`; `--help` lists them.
 """

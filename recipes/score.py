@@ -6,8 +6,8 @@
     python recipes/score.py runs/lra/text/posrf_gmm/seed0 --draws 100                        (a run of train_lra.py)
 
 The folder may be a run of recipes/finetune.py, a PEFT adapter, a bundle or any transformers classifier of texts or
-images; or a run of train_lra.py, whose test split is scored. The result goes into the folder as metrics.json
-(into a run as evaluation.json, beside the metrics.json of its training), or to `--output`.
+images; or a run of train_lra.py, which is scored on the test split. The result goes into the folder as metrics.json
+(in a run as evaluation.json, next to the metrics.json of its training), or to `--output`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings")
     parser.add_argument("--task", help="short for task=NAME")
     parser.add_argument("--output", type=Path, help="file for the result")
-    parser.add_argument("--draws", type=int, help="also score so many fresh draws of attention's features, 2 or more")
-    parser.add_argument("--draws-seed", type=int, default=0, help="of these draws (default 0)")
+    parser.add_argument("--draws", type=int, help="also score this many fresh draws of attention's features, >= 2")
+    parser.add_argument("--draws-seed", type=int, default=0, help="seed of these draws (default 0)")
     arguments = parser.parse_intermixed_args(argv)
     overrides = [*([f"task={arguments.task}"] if arguments.task else []), *arguments.overrides]
     from papers.lib.runs import of_sequences

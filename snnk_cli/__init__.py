@@ -1,7 +1,7 @@
 """The command `snnk`, and what it shares with the programs of a clone (recipes/).
 
-Importing snnk_peft imports torch, which takes seconds. The modules of it that the command line needs are imported
-on their own, under their own names, so that `--help` answers at once; a later import of snnk_peft gets the same ones.
+Importing snnk_peft imports torch, which takes seconds. The command line imports only the modules it needs, under their
+own names, so that `--help` answers at once; a later import of snnk_peft gets the same ones.
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
-"""The command `snnk`: what the library does to a model folder or a name on the Hub, from a shell.
+"""The command `snnk`: what the library does to a model folder or a Hub model, from a shell.
 
-Every subcommand is a function here, which turns its options into the settings that YAML files have; the work is done by
-a module that is imported behind the command line, because torch takes seconds and `snnk --help` should not.
+Every subcommand is a function here, which turns its options into the settings of the YAML files. The work is done by a
+module that is imported after the command line is parsed, because torch takes seconds and `snnk --help` should not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from snnk_cli.settings import EvaluateConfig, LanguageConfig
 app = typer.Typer(
     name="snnk",
     help="Make pretrained Transformers smaller and faster; plan, score, export, check and describe them.",
-    epilog="Every command takes the folder of a model, or its id on the Hub. `snnk COMMAND --help` says what else.",
+    epilog="Every command takes a model folder or a Hub id. `snnk COMMAND --help` lists the rest.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -33,14 +33,14 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Model = Annotated[str, typer.Argument(help="folder of a model, or its id on the Hub", show_default=False)]
+Model = Annotated[str, typer.Argument(help="model folder, or model id on the Hub", show_default=False)]
 Settings = Annotated[
     list[str] | None,
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="further settings, as in the YAML files", show_default=False),
 ]
 Texts = Annotated[
     Path | None,
-    typer.Option(help="texts without labels: .txt, one per line, or a table with the column data.text (text)"),
+    typer.Option(help="unlabelled texts: .txt, one per line, or a table with the column data.text (text)"),
 ]
 Table = Annotated[
     Path | None,
@@ -48,15 +48,15 @@ Table = Annotated[
         help="labelled texts: .csv, .tsv, .jsonl or .parquet, columns data.text (text) and data.label (label)"
     ),
 ]
-Images = Annotated[Path | None, typer.Option(help="folder of images: train/CLASS/ and val/CLASS/, or CLASS/ alone")]
-Config = Annotated[Path | None, typer.Option(help="YAML file of settings; options and SECTION.KEY=VALUE come on top")]
+Images = Annotated[Path | None, typer.Option(help="image folder: train/CLASS/ and val/CLASS/, or CLASS/ alone")]
+Config = Annotated[Path | None, typer.Option(help="YAML file of settings; options and SECTION.KEY=VALUE override it")]
 Budget = Annotated[
     str | None,
-    typer.Option(help="how much faster, or the share of the cost that may remain, 0.5 (2x, unless settings say what)"),
+    typer.Option(help="2x for twice as fast, or the share of the cost to keep, 0.5 (2x, unless settings decide)"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout, all else on stderr")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the result as JSON on stdout, everything else on stderr")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace what an earlier command wrote")]
-OutputFolder = Annotated[Path | None, typer.Option(help="folder for the result (the model's name with -snnk)")]
+OutputFolder = Annotated[Path | None, typer.Option(help="output folder (the model's name with -snnk)")]
 
 
 def _listed(settings: type[Any], title: str = "Settings") -> str:
@@ -108,7 +108,7 @@ def _read(file: Path) -> Any:
 
 
 @app.callback(invoke_without_command=True)
-def main(version: Annotated[bool, typer.Option("--version", help="print the version and leave")] = False) -> None:
+def main(version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False) -> None:
     """Options before a command."""
     if version:
         print(importlib.metadata.version("snnk-peft"))
@@ -150,15 +150,15 @@ def convert(
     budget: Budget = None,
     output: OutputFolder = None,
     config: Config = None,
-    resume: Annotated[bool, typer.Option("--resume", help="continue the training that was stopped")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue a stopped training")] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a fine-tuned model smaller and faster without labels: plan, calibrate, bundle, recover, compare.
 
-    With --texts alone any model of texts will do, encoders for embeddings among them; a table or images have labels,
-    which only score. The output folder receives bundle/, a plain transformers model with tokenizer and card,
-    metrics.json, and what was planned and fitted, as JSON and as pictures.
+    With --texts alone, any text model can be converted, including embedding encoders. Labels of a table or of images
+    are used for scoring only. The output folder gets bundle/ (a plain transformers model with tokenizer and card),
+    metrics.json, and what was planned and fitted, as JSON and as plots.
     """
     target = output or _named(model, "-snnk")
     given = [*_conversion(model, texts, table, images, budget, target, config, settings or []), *(settings or [])]
@@ -190,19 +190,19 @@ def score(
     model: Model,
     settings: Settings = None,
     texts: Annotated[
-        Path | None, typer.Option(help="of a language model: a .txt file, which is one text, or a table of them")
+        Path | None, typer.Option(help="for a language model: a .txt file, which is one text, or a table of texts")
     ] = None,
     beside: Annotated[str | None, typer.Option(help="with --texts: another model, scored in the same run")] = None,
     table: Table = None,
     images: Images = None,
-    task: Annotated[str | None, typer.Option(help="short for task=NAME; a run knows its own")] = None,
+    task: Annotated[str | None, typer.Option(help="short for task=NAME; not needed for a run")] = None,
     output: Annotated[Path | None, typer.Option(help="also write the result to this JSON file")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Score a classifier on labelled texts or images: a model, a bundle, an adapter or a run.
 
-    Or, with --texts, a causal language model: perplexity by position, what it copies and finds from far back, its cache
-    and its speed; with --output also as a picture.
+    With --texts, score a causal language model: perplexity by position, what it copies and retrieves from far back, its
+    cache and its speed; with --output also as a plot.
     """
     given = [*_value("task", task), *_examples(None, table, images, "eval_file"), *(settings or [])]
     results: list[dict[str, Any]] = []
@@ -231,15 +231,15 @@ def export(
     settings: Settings = None,
     table: Table = None,
     images: Images = None,
-    task: Annotated[str | None, typer.Option(help="short for task=NAME; a run knows its own")] = None,
+    task: Annotated[str | None, typer.Option(help="short for task=NAME; not needed for a run")] = None,
     format: Annotated[str, typer.Option(help="onnx or torch")] = "onnx",
-    int8: Annotated[bool, typer.Option("--int8", help="eight-bit Linears (onnx)")] = False,
+    int8: Annotated[bool, typer.Option("--int8", help="int8 Linears (onnx)")] = False,
     cache: Annotated[bool, typer.Option("--cache", help="a converted decoder with its state, token by token")] = False,
-    output: Annotated[Path | None, typer.Option(help="the file (model.onnx or model.pt2 in the folder)")] = None,
+    output: Annotated[Path | None, typer.Option(help="output file (model.onnx or model.pt2 in the folder)")] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a model as one file that runs without its code; with labelled examples, score the file beside the model."""
+    """Write a model as one file that runs without its code; with labelled examples, score both."""
     given = [*_value("task", task), *_examples(None, table, images, "eval_file"), *(settings or [])]
     written: list[Path] = []
 
@@ -257,17 +257,17 @@ def export(
 def cost(
     model: Model,
     config: Annotated[Path | None, typer.Option(help="YAML with fields of SNNKConfig: adapter, ffn, attention")] = None,
-    task: Annotated[str | None, typer.Option(help="what the model is for (what its config names)")] = None,
-    num_labels: Annotated[int | None, typer.Option(help="classes (what its config says)")] = None,
+    task: Annotated[str | None, typer.Option(help="task of the model (the one in its config)")] = None,
+    num_labels: Annotated[int | None, typer.Option(help="number of classes (as in its config)")] = None,
     batch_size: Annotated[int, typer.Option(help="examples per process")] = 32,
-    length: Annotated[int | None, typer.Option(help="tokens per text (512, or what the model reads)")] = None,
-    image_size: Annotated[int | None, typer.Option(help="pixels on each side (what its config says)")] = None,
-    dtype: Annotated[str, typer.Option(help="of the model as it is loaded")] = "float32",
-    processes: Annotated[int, typer.Option(help="of DDP and FSDP")] = 8,
+    length: Annotated[int | None, typer.Option(help="tokens per text (512, or the model's maximum)")] = None,
+    image_size: Annotated[int | None, typer.Option(help="pixels on each side (as in its config)")] = None,
+    dtype: Annotated[str, typer.Option(help="dtype that the model is loaded in")] = "float32",
+    processes: Annotated[int, typer.Option(help="number of processes for DDP and FSDP")] = 8,
     device: Annotated[str, typer.Option(help="whose kernels it runs on")] = "cuda",
     as_json: AsJson = False,
 ) -> None:
-    """Say what a model costs, from its config alone: parameters, MACs, memory and traffic."""
+    """Report what a model costs, from its config alone: parameters, MACs, memory and traffic."""
     reports: list[Any] = []
     given = {"task": task, "num_labels": num_labels, "batch_size": batch_size, "length": length}
     given |= {"image_size": image_size, "dtype": dtype, "processes": processes, "device": device}
@@ -280,9 +280,9 @@ def cost(
     _done(work, as_json, lambda: reports[0].to_dict())
 
 
-@app.command(short_help="Say which parts a model takes.")
+@app.command(short_help="Report which parts a model accepts.")
 def check(model: Model, as_json: AsJson = False) -> None:
-    """Say what this package can do with a model: every part is put into a copy of it, run, trained and bundled."""
+    """Report what this package can do with a model: every part is tried on a copy of it, run, trained and bundled."""
     reports: list[dict[str, Any]] = []
 
     def work() -> int:
@@ -293,9 +293,9 @@ def check(model: Model, as_json: AsJson = False) -> None:
     _done(work, as_json, lambda: reports[0])
 
 
-@app.command("describe", short_help="Say what a folder holds.")
+@app.command("describe", short_help="Describe what a folder contains.")
 def describe_folder(model: Model, as_json: AsJson = False) -> None:
-    """Say what a folder holds: a model, a bundle and what was folded, an adapter and its parts, a run and its score."""
+    """Describe what a folder contains: a model, a bundle and what was folded, an adapter and its parts, a run and its score."""
     reports: list[dict[str, Any]] = []
 
     def work() -> int:

@@ -1,4 +1,4 @@
-"""Bundling of the model in a run or adapter folder."""
+"""Bundling the model in a run or adapter folder."""
 
 from __future__ import annotations
 

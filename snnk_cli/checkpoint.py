@@ -3,8 +3,8 @@
 One folder `step-0000120/` holds: `model.safetensors` (what training changes, plus buffers and the parts a method
 added), `optimizer.safetensors` (by parameter name), `rng-RANK.safetensors` and `rng-RANK.json` (generator states of
 every process), `state.json` (position, best score, ...) and `manifest.json` (size and sha256 of each of the others,
-written last). The folder is filled under a temporary name and renamed, so a killed process leaves no half checkpoint
-under the final name. Reading checks the manifest and every tensor's shape before the first tensor is replaced.
+written last). The folder is filled under a temporary name and renamed, so a killed process leaves no partial checkpoint
+under the final name. Loading checks the manifest and every tensor's shape before the first tensor is replaced.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Strict settings: a YAML file plus `section.key=value` overrides become nested dataclasses, or one ConfigError.
 
 A section is a dataclass whose fields are made with `option(default, help, ...)` of snnk_peft/options.py, which also
-checks the values. All faults of the file are collected and reported together, unknown keys with the closest valid
+checks the values. All faults in the file are collected and reported together, unknown keys with the closest valid
 name. A section may define `check() -> list[str]` for faults that involve several of its values.
 
-The command line of a recipe that trains is read here as well. Nothing imports torch, so `--help` answers at once.
+The command line of training recipes is read here as well. Nothing imports torch, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def read_command_line(program: str, settings: type[Any], description: str | None
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", help="a YAML file, see recipes/configs")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that override the file's")
     parser.add_argument("--resume", action="store_true", help="continue the run in output.dir")
     parser.add_argument("--checkpoint", metavar="NAME", help="with --resume: this checkpoint instead of the newest")
     parser.add_argument("--overwrite", action="store_true", help="delete the run in output.dir first")

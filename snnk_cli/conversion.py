@@ -1,4 +1,4 @@
-"""The stages of a conversion from settings, and the record from which the training after it can be resumed."""
+"""The stages of a conversion from settings, and the record from which training after it can be resumed."""
 
 from __future__ import annotations
 

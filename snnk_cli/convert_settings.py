@@ -22,7 +22,7 @@ class TeacherSection:
     """The fine-tuned model that is converted."""
 
     name_or_path: str = option(
-        MISSING, "folder or Hub name of a fine-tuned classifier, such as RUN/model of a full fine-tuning"
+        MISSING, "folder or Hub name of a fine-tuned classifier, such as RUN/model from full fine-tuning"
     )
 
 
@@ -32,11 +32,11 @@ class ConvertData(DataSection):
 
     texts: str | None = option(
         None,
-        "texts without labels, instead of the task's training examples: a .txt file with one text per line, or a table "
-        "(.csv, .tsv, .jsonl, .parquet) with the column data.text, of pairs also data.text_pair; without a task, 15% "
+        "unlabelled texts, instead of the task's training examples: a .txt file with one text per line, or a table "
+        "(.csv, .tsv, .jsonl, .parquet) with the column data.text, for pairs also data.text_pair; without a task, 15% "
         "are held out to compare both models on",
     )
-    splits: list[str] | None = option(None, "splits of the task that are scored; null takes its validation splits")
+    splits: list[str] | None = option(None, "splits of the task to score; null: its validation splits")
 
 
 @dataclass
@@ -45,20 +45,20 @@ class ConversionSection:
 
     budget: str | float | None = option(
         None,
-        "'2x', or the share that may remain: `plan` chooses layers and sizes, among the parts given here if there are "
+        "'2x', or the share that may remain: `plan` chooses layers and sizes, from the parts given here if there are "
         "any; null converts these parts as they are",
     )
-    of: str = option("latency", "what the budget is of", choices=("latency", "macs", "bytes"))
+    of: str = option("latency", "what the budget applies to", choices=("latency", "macs", "bytes"))
     quality: float | None = option(
         None,
-        "without a task, instead of a budget: the share of the answers to keep (of embeddings the cosine), as small as "
-        "it may be for that",
+        "without a task, instead of a budget: the share of the answers to keep (for embeddings, the cosine); finds the "
+        "smallest model that does",
         above=0,
         high=0.9999,
     )
     cache: float | None = option(
         None,
-        "without a task, of a decoder, instead of a budget: the share of its cache that may remain behind the longest "
+        "for a decoder without a task, instead of a budget: the share of its cache that may remain after the longest "
         "text that it reads",
         above=0,
         below=1,
@@ -68,23 +68,23 @@ class ConversionSection:
     pooler: dict[str, Any] | None = option(None, "fields of snnk_peft.PoolerPart")
     low_rank: dict[str, Any] | None = option(None, "fields of snnk_peft.LowRankPart")
     parts: list[dict[str, Any]] | None = option(
-        None, "further parts, of which there may be several of one kind: each names its 'part' beside its fields"
+        None, "further parts, possibly several of one kind: each gives its 'part' name next to its fields"
     )
     samples: int | None = option(
-        None, "examples that are read, drawn with train.seed; null for 2,500 of a task, or 20,000 texts", low=8
+        None, "examples to read, drawn with train.seed; null: 2,500 of a task, or 20,000 texts", low=8
     )
     batch_size: int = option(32, "examples per forward pass, of similar length", low=1)
     landmarks: str = option("greedy", "how landmarks are chosen", choices=("greedy", "importance"))
-    held_out: float = option(0.2, "share of the batches that chooses the regularisation", above=0, high=0.9)
-    steps: int = option(0, "of gradient descent per layer behind the closed form, where a part takes them", low=0)
+    held_out: float = option(0.2, "share of the batches used to choose the regularisation", above=0, high=0.9)
+    steps: int = option(0, "gradient steps per layer after the closed form, where a part supports them", low=0)
     recover: float | None = option(
         None,
-        "seconds of steps of the whole model towards the original's answers and states; 0 for none, null for 20, or "
-        "what 60 steps take if that is longer, at most 120",
+        "seconds of training the whole model towards the original's answers and states; 0: none; null: 20, or what 60 "
+        "steps take if that is longer, at most 120",
         low=0,
     )
     int8: bool = option(
-        False, "without a task, also write an ONNX file with int8 Linears, and compare it with the original's own"
+        False, "without a task, also write an ONNX file with int8 Linears, and compare it with the original's"
     )
 
     @property
@@ -121,10 +121,10 @@ class UptrainSection(TrainSection):
     trained: str = option(
         "converted", "what is trained: the converted modules, or the whole model", choices=("converted", "all")
     )
-    labels: float = option(0.0, "weight of the loss of the labels", low=0)
+    labels: float = option(0.0, "weight of the loss on the labels", low=0)
     logits: float = option(1.0, "weight of the divergence from the original's logits", low=0)
     layers: float = option(0.0, "weight of the relative squared error of the layers' outputs", low=0)
-    temperature: float = option(2.0, "that divides the logits in that divergence", above=0)
+    temperature: float = option(2.0, "divides the logits in that divergence", above=0)
 
     def check(self) -> list[str]:
         """Check that at least one loss has a weight."""
@@ -137,7 +137,7 @@ class UptrainSection(TrainSection):
 class TimingSection:
     """Settings of the speed comparison between the original and its conversion."""
 
-    batch_size: int = option(32, "the longest examples so many, in one forward pass", low=1)
+    batch_size: int = option(32, "how many of the longest examples go into one forward pass", low=1)
     repetitions: int = option(9, "forward passes of each model, in turn", low=1)
 
 
@@ -145,8 +145,8 @@ class TimingSection:
 class ConvertOutput(RunOutput):
     """The run folder, and where the model is uploaded."""
 
-    push_to_hub: str | None = option(None, "also upload bundle/ to this repository of the Hub, 'owner/model'")
-    private: bool = option(False, "make that repository a private one")
+    push_to_hub: str | None = option(None, "also upload bundle/ to this Hub repository, 'owner/model'")
+    private: bool = option(False, "make that repository private")
 
 
 @dataclass
@@ -155,7 +155,7 @@ class ConvertConfig:
 
     output: ConvertOutput
     model: TeacherSection
-    task: str | None = option(None, "a data set (recipes/data), whose labels only score; null needs data.texts alone")
+    task: str | None = option(None, "a data set (recipes/data), its labels only for scoring; null: data.texts alone")
     data: ConvertData = field(default_factory=ConvertData)
     convert: ConversionSection = field(default_factory=ConversionSection)
     train: UptrainSection = field(default_factory=UptrainSection)

@@ -1,6 +1,6 @@
 """Batching of examples: the base class `ExampleSet`, and the class for sentences, which are tokenised once.
 
-Other kinds of examples have files of their own beside this one (sequences.py, byte_windows.py).
+Other kinds of examples have their own files next to this one (sequences.py, byte_windows.py).
 
 The order of the examples is a pure function of (seed, epoch), and a position in it is a step number, so a run
 resumed in the middle of an epoch sees exactly the batches that it would have seen.

@@ -1,10 +1,10 @@
 """Fresh draws of a trained model's random features, for evaluation; the saved draw is restored afterwards.
 
-Only feature maps of attention are redrawn: there features are multiplied by features, and each draw estimates the same
-kernel. Adapters and replaced layers keep theirs, because their readout was trained for these very rows. In learned
-matrices the noise is redrawn and the parameters stay. Draw number i of a site follows from (seed, i, site) alone.
+Only attention's feature maps are redrawn: there features are multiplied by features, and each draw estimates the same
+kernel. Adapters and replaced layers keep theirs, because their readout was trained for exactly these rows. In learned
+matrices the noise is redrawn and the parameters stay. Draw number i of a site depends on (seed, i, site) alone.
 
-How much the answers differ from draw to draw (Learning the Transformer Kernel, section 4.1).
+How much the answers differ from draw to draw (Learning the Transformer Kernel, section 4.1):
 
     RSD = std over draws / |mean over draws|, of the continuous output; for two classes, the difference of the logits
     PI  = n − count of the majority label, of n draws (two classes: min(x, n − x), x of them positive), ≤ n − ⌈n/K⌉
@@ -14,7 +14,7 @@ The standard deviation divides by n − 1. Where the mean over draws is 0, RSD i
 goes to the smallest class id among the tied labels, which is also what argmax of equal logits gives. AGV is NaN
 where no draw is ever right (then the vote is not either).
 
-Shapes: n draws, N examples, K classes. Cost: O(n N K) time, O(N K) memory beside the input.
+Shapes: n draws, N examples, K classes. Cost: O(n N K) time, O(N K) memory besides the input.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Scores of a classifier on a task's evaluation splits, and notes about examples both trained on and scored."""
+"""Scoring of a classifier on a task's evaluation splits, and notes about examples both trained on and scored."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """An experiment: data, model, schedule and report, the only things that differ between the recipes that train.
 
-A recipe is one subclass and the settings it reads; `launch` reads its command line and `run` does the rest: run folder,
+A recipe is one subclass and the settings it reads. `launch` reads its command line and `run` does the rest: run folder,
 seeds, checkpoints, stops, the loop and metrics.json.
 """
 

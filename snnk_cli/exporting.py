@@ -1,4 +1,4 @@
-"""Export of the model in a folder to one file, and scoring of the file beside the model."""
+"""Export of the model in a folder to one file, and scoring of the file against the model."""
 
 from __future__ import annotations
 

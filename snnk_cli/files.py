@@ -1,8 +1,8 @@
 """Files that are either complete or absent: written under a temporary name, flushed to disk, then renamed.
 
 System errors (a full disk, a folder that is not writable) become a `FileError` that names the path and says what to do;
-the temporary file is removed. A temporary name contains the process that uses it, so that the leftovers of a killed
-process can be told from a live one's files. `guarded` reports such errors in one line instead of a traceback.
+the temporary file is removed. A temporary name contains the id of the process that uses it, so that leftovers of a
+killed process can be told from the files of a live one. `guarded` reports such errors in one line, not a traceback.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands `snnk cost`, `check` and `describe`: costs and supported methods of a model, content of a folder."""
+"""The commands `snnk cost`, `check` and `describe`: costs and supported methods of a model, contents of a folder."""
 
 from __future__ import annotations
 

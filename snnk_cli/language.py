@@ -2,13 +2,13 @@
 
 Everything is read through the cache that `generate` would use, in pieces of 512 tokens:
 
-- perplexity: of the texts, strung together and cut into stretches, at positions below 512, below 1,024, ...
-- copying: the share of the tokens of a passage, behind its first 16, that are the most likely ones where the passage
-  comes back after so many others
-- passkey: how often a number is told that stood somewhere in so many tokens
-- bytes of the cache, and milliseconds of one more token behind a stretch
+- perplexity: of the texts, concatenated and cut into stretches, at positions below 512, below 1,024, ...
+- copying: the share of a passage's tokens, after its first 16, that the model predicts as most likely when the passage
+  recurs after a given number of other tokens
+- passkey: how often the model repeats a number that is hidden somewhere in a given number of tokens
+- bytes of the cache, and milliseconds for one more token after a stretch
 
-Perplexity alone hides what a smaller cache loses: hardly a token of an ordinary text needs what stands far back.
+Perplexity alone hides what a smaller cache loses: in ordinary text, hardly any token depends on what is far back.
 """
 
 from __future__ import annotations

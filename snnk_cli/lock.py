@@ -1,8 +1,8 @@
 """One writer at a time: the writer of a folder or a file holds a lock on it, from before the work to the end.
 
-The lock is the kernel's (flock), on a file `.NAME.lock` beside the output, so that the folder itself may be deleted or
-replaced meanwhile. It ends with its process, however that ends: a killed one leaves a file that nobody holds, and the
-next one takes it over. Network file systems share it between machines (NFS since Linux 2.6.12).
+The lock is the kernel's (flock), on a file `.NAME.lock` next to the output, so that the folder itself may be deleted or
+replaced in the meantime. It ends with its process, however that ends: a killed process leaves a file that nobody holds,
+and the next one takes it over. Network file systems share it between machines (NFS since Linux 2.6.12).
 """
 
 from __future__ import annotations

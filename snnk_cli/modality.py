@@ -1,6 +1,6 @@
 """The differences between texts and images: the model class, the preprocessor of inputs, and how batches are made.
 
-Every recipe that fine-tunes or reads such a model calls `modality_of(task)`; a new kind of examples needs one more
+Every recipe that fine-tunes or reads such a model calls `modality_of(task)`; a new kind of example needs one more
 class here. The preprocessor of inputs, a tokenizer or an image processor, is called the reader; it is saved with the
 model.
 """

@@ -1,7 +1,7 @@
-"""The run folder: its content, whether that belongs to the run, the record of the machine, and stop signals.
+"""The run folder: its contents, whether they belong to the run, the record of the machine, and stop signals.
 
 Settings, checkpoints and results may come from another run: copied there, restored from a backup, or left behind. All
-settings that affect the weights are compared before any work is done, and differences are named.
+settings that affect the weights are compared before any work is done, and differences are reported.
 """
 
 from __future__ import annotations

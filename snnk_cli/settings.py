@@ -34,13 +34,13 @@ class DataSection:
 
     dir: str | None = option(None, "folder with the official files; null reads from the Hub")
     # Those of task table (snnk_peft.tasks.table.TableSettings, which has the defaults), three also of image folders.
-    train_file: str | None = option(None, "task table: .csv, .tsv, .jsonl, .parquet, or a folder of save_to_disk")
-    eval_file: str | None = option(None, "task table: the same; null holds back a part of the training rows")
-    dataset: str | None = option(None, "task table, instead of train_file: a folder of save_to_disk, or a Hub id")
+    train_file: str | None = option(None, "task table: .csv, .tsv, .jsonl, .parquet, or a save_to_disk folder")
+    eval_file: str | None = option(None, "task table: the same; null holds back part of the training rows")
+    dataset: str | None = option(None, "task table, instead of train_file: a save_to_disk folder, or a Hub id")
     dataset_config: str | None = option(None, "task table: which configuration of the dataset")
     train_split: str | None = option(None, "task table: split of the dataset to train on (train)")
     eval_split: str | None = option(
-        None, "task table: split of the dataset to evaluate (validation); that of training holds back a part of it"
+        None, "task table: split of the dataset to evaluate (validation); the training split holds back part of it"
     )
     text: str | None = option(None, "task table: column of the text or of the list of words (text)")
     text_pair: str | None = option(None, "task table: column of the second text of a pair")
@@ -52,18 +52,18 @@ class DataSection:
         "task table: classification, multi_label_classification, regression or token_classification; null infers it",
     )
     labels: list[str] | list[int] | None = option(
-        None, "tables, folders of images: class names in the order of their ids; null takes those found, sorted"
+        None, "tables, image folders: class names in the order of their ids; null: those found, sorted"
     )
     metric: str | None = option(
-        None, "task table: chooses the checkpoint (accuracy, pearson, or F1 of entities or of several labels)"
+        None, "task table: chooses the checkpoint (accuracy, pearson, or F1 for entities or multiple labels)"
     )
     hold_out: float | None = option(
         None, "tables, image_folder: share of the training examples to hold back (0.1)", above=0, high=0.9
     )
     split_seed: int | None = option(None, "tables, image_folder: decides which are held back (0)", low=0)
     max_length: int = option(128, "tokens per example; longer ones are cut", low=4)
-    workers: int = option(0, "images: processes that make batches ahead of time; 0 makes them in this one", low=0)
-    max_unreadable: int = option(0, "images, tables: so many that cannot be read are reported and left out", low=0)
+    workers: int = option(0, "images: processes that prepare batches ahead of time; 0: this one does", low=0)
+    max_unreadable: int = option(0, "images, tables: up to this many unreadable ones are reported and skipped", low=0)
     max_train_samples: int | None = option(None, "train on a subset drawn with train.seed", low=1)
     max_eval_samples: int | None = option(None, "evaluate on the first rows only", low=1)
 
@@ -73,12 +73,12 @@ class AugmentSection:
     """Random changes of training images."""
 
     crop_scale: float | None = option(
-        None, "cut out a random rectangle of this share of the area or more, and resize it", above=0, high=1
+        None, "crop a random rectangle of at least this share of the area, and resize it", above=0, high=1
     )
-    shift: int = option(0, "move by up to so many pixels; what comes in is black", low=0)
-    flip: float = option(0.0, "probability to mirror left and right", low=0, high=1)
-    mixup: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second image laid over; 0: none", low=0)
-    cutmix: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second image put in; 0: none", low=0)
+    shift: int = option(0, "shift by up to this many pixels; the border is filled with black", low=0)
+    flip: float = option(0.0, "probability of a left-right flip", low=0, high=1)
+    mixup: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second image blended in; 0: off", low=0)
+    cutmix: float = option(0.0, "alpha of Beta(alpha, alpha), the share of a second image pasted in; 0: off", low=0)
 
     @property
     def given(self) -> list[str]:
@@ -93,21 +93,21 @@ class LoraSection:
     r: int = option(8, "rank (lora, vera)", low=1)
     alpha: float = option(16.0, "scale: the update is multiplied by alpha / r", above=0)
     dropout: float = option(
-        0.0, "dropout on the input of the update; of boft, share of the blocks left out", low=0, high=0.99
+        0.0, "dropout on the input of the update; for boft, share of the blocks left out", low=0, high=0.99
     )
     block_size: int = option(16, "side of the orthogonal blocks, a divisor of the layers' inputs (boft)", low=2)
     butterfly_factors: int = option(
         1,
-        "orthogonal matrices that are multiplied (boft); with more than one PEFT needs a GPU, ninja and a compiler",
+        "how many orthogonal matrices are multiplied (boft); above 1, PEFT needs a GPU, ninja and a compiler",
         low=1,
     )
     target_modules: list[str] | None = option(
-        None, "module names; null takes PEFT's choice for the model, or queries and values"
+        None, "module names; null: PEFT's choice for the model, or queries and values"
     )
-    dora: bool = option(False, "DoRA: lengths of the weights' columns are trained apart from their directions")
-    norms: bool = option(False, "normalisation layers are trained as well (lora, ia3, vera, boft)")
+    dora: bool = option(False, "DoRA: train the lengths of the weights' columns apart from their directions")
+    norms: bool = option(False, "also train the normalisation layers (lora, ia3, vera, boft)")
     layers: list[int] | None = option(
-        None, "indices of the layers that are adapted, from 0 (lora, vera, boft); null: all, or those behind method.cut"
+        None, "indices of the layers to adapt, from 0 (lora, vera, boft); null: all, or those after method.cut"
     )
 
 
@@ -117,8 +117,8 @@ class PoolingSection:
 
     pooling: str = option(
         "auto",
-        "what a pooler that is exchanged or trained reads of a text: first, its first token; mean, the mean over its "
-        "tokens; auto: the mean where the checkpoint was trained with it, as sentence encoders say of themselves",
+        "what a replaced or trained pooler reads: first, the first token of the text; mean, the mean over its tokens; "
+        "auto, the mean where the checkpoint was trained with it, as sentence encoders record",
         choices=("auto", "first", "mean"),
     )
 
@@ -142,7 +142,7 @@ class MethodSection(PoolingSection):
         choices=("frozen", "dense"),
     )
     parts: list[dict[str, Any]] | None = option(
-        None, "further parts, of which there may be several of one kind: each names its 'part' beside its fields"
+        None, "further parts, possibly several of one kind: each gives its 'part' name next to its fields"
     )
     calibrate: bool = option(False, "fit replaced layers to the originals before training (method snnk)")
     calibrate_adapters: bool = option(
@@ -151,36 +151,36 @@ class MethodSection(PoolingSection):
     calibrate_samples: int = option(1024, "training sentences that calibration reads", low=8)
     head: str = option(
         "own",
-        "own: the model's classifier; wide: a Linear that reads the means of all layers, and of pairs of texts also "
-        "how these differ, for every method",
+        "own: the model's classifier; wide: a Linear over the means of all layers, and for pairs of texts also over "
+        "the differences between the two; works with every method",
         choices=("own", "wide"),
     )
     fit_head: bool = option(
         False,
         "fit the new head in closed form to the labels of calibrate_samples examples (a wide one: of head_samples) "
-        "before anything is trained, for every method: gradients then say from the first step on what tells examples "
-        "apart. A wide head is taken only if it beats chance",
+        "before anything is trained, with any method, so that gradients are informative from the first step. A wide "
+        "head is used only if it beats chance",
     )
-    head_samples: int = option(4000, "training examples that a wide head is fitted to, at most", low=8)
+    head_samples: int = option(4000, "training examples to fit a wide head to, at most", low=8)
     cut: int | None = option(
         None,
-        "the first so many layers are frozen and run only once over the training examples, so that a step costs the "
-        "layers behind them alone; what is trained begins there. Their outputs go into a file beside output.dir, two "
-        "bytes per number",
+        "freeze this many of the first layers and run them only once over the training examples, so that a step costs "
+        "only the layers after them; nothing is trained before those. Their outputs go into a file next to output.dir, "
+        "two bytes per number",
         low=1,
     )
     train_base: bool = option(
         False,
         "also train the pretrained weights that stay in use, as the SNNK paper's uptraining does (method snnk); such a "
-        "run leaves bundle/, the whole model, and no adapter/",
+        "run writes bundle/, the whole model, and no adapter/",
     )
     save_projection: bool = option(True, "store the random matrices; false stores a seed and a checksum")
     lora: LoraSection = field(default_factory=LoraSection)
     head_bias: str = option(
         "auto",
-        "what the classifier's bias starts with: zero; prior, logarithms of the classes' shares or the mean number, "
-        "without which adapters begin with learning that, and may lose the examples over it; "
-        "auto: prior where the classifier has a bias",
+        "initial bias of the classifier: zero; prior, the log class frequencies or the mean of the numbers, which "
+        "adapters would otherwise learn first, possibly at the expense of the examples; "
+        "auto, prior where the classifier has a bias",
         choices=("auto", "zero", "prior"),
     )
 
@@ -257,13 +257,13 @@ class StepSettings:
     gradient_accumulation: int = option(1, "forward passes per optimizer step", low=1)
     learning_rate: float = option(1e-3, "peak learning rate of AdamW", above=0, high=10)
     weight_decay: float = option(0.01, "decoupled weight decay of matrices (vectors have none)", low=0, high=10)
-    max_grad_norm: float | None = option(1.0, "gradients longer than this are shortened; null: never", above=0)
+    max_grad_norm: float | None = option(1.0, "gradients are clipped to this norm; null: never", above=0)
     mixed_precision: str = option("no", "number format of the forward pass", choices=("no", "bf16", "fp16"))
-    seed: int = option(0, "of initialisation, data order, dropout and random features", low=0, high=2**31 - 1)
+    seed: int = option(0, "seed of initialisation, data order, dropout and random features", low=0, high=2**31 - 1)
     early_stop_patience: int | None = option(None, "stop after this many evaluations without a better score", low=1)
     stop_at_score: float | None = option(None, "stop after an evaluation whose score is this or better")
-    save_every_steps: int | None = option(None, "also save between evaluations, every so many steps", low=1)
-    keep_checkpoints: int = option(1, "newest checkpoints kept besides the best", low=1)
+    save_every_steps: int | None = option(None, "also save between evaluations, every this many steps", low=1)
+    keep_checkpoints: int = option(1, "newest checkpoints to keep besides the best", low=1)
     group_by_length: bool = option(True, "batches of similar length: less padding, same data per epoch")
     log_every: int = option(10, "optimizer steps per line of log.jsonl", low=1)
     device: str = option("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
@@ -274,7 +274,7 @@ class TrainSection(StepSettings):
     """The optimisation. The paper: AdamW, lr 1e-3, batch 64, constant after 6 % warm-up."""
 
     epochs: int = option(3, "passes over the training data", low=1)
-    warmup_ratio: float = option(0.06, "part of all steps in which the rate rises linearly", low=0, high=1)
+    warmup_ratio: float = option(0.06, "share of all steps over which the rate rises linearly", low=0, high=1)
     schedule: str = option("constant_with_warmup", "the rate after warm-up", choices=("constant_with_warmup", "linear"))
     eval_every: int | str = option(
         "epoch", "'epoch', 'end', or a number of optimizer steps", choices=("epoch", "end"), low=1
@@ -288,20 +288,20 @@ class FinetuneTrain(TrainSection):
     epochs: int = option(3, "passes over the training data; 0 leaves the head as method.fit_head made it", low=0)
     choose_share: float | None = option(
         None,
-        "share of the training examples that is held back to choose the epoch: the evaluation splits are then scored "
-        "once, with the checkpoint that was chosen; null chooses on these splits, which flatters the score a little",
+        "share of the training examples held back to choose the epoch; the evaluation splits are then scored once, "
+        "with the chosen checkpoint. null chooses on the evaluation splits, which flatters the score a little",
         above=0,
         high=0.5,
     )
     choose_threshold: bool = option(
         False,
-        "of two classes, move the head's bias behind the training so that the examples held back (choose_share) are "
-        "given each class as often as they are of it: better F1 and Matthews correlation where one class is rare",
+        "for two classes, shift the head's bias after training so that each class is predicted as often as it occurs "
+        "in the held-back examples (choose_share): better F1 and Matthews correlation where one class is rare",
     )
     class_weights: str = option(
         "none",
-        "balanced: an example counts the more, the rarer its class is: n / (classes x examples of the class), as in "
-        "scikit-learn; the head begins as if all classes were equally frequent",
+        "balanced: examples of rarer classes count more, by n / (classes x examples of the class), as in "
+        "scikit-learn; the head starts as if all classes were equally frequent",
         choices=("none", "balanced"),
     )
     head_learning_rate: float | None = option(
@@ -335,8 +335,8 @@ class OutputSection:
     bundle: bool = option(True, "also fold an SNNK model and write it to bundle/ (with save_model)")
     cost: bool = option(
         False,
-        "put into metrics.json what the bundle of an SNNK model costs beside the original: numbers that are stored, "
-        "and multiply-adds of an example of data.max_length tokens or of an image (snnk_peft.cost)",
+        "record in metrics.json what the bundle of an SNNK model costs compared with the original: stored numbers, "
+        "and multiply-adds for an example of data.max_length tokens or an image (snnk_peft.cost)",
     )
     tensorboard: bool = option(True, "write TensorBoard events to tensorboard/")
 
@@ -385,7 +385,7 @@ class FinetuneConfig:
 class EvaluateConfig:
     """Everything recipes/score.py reads."""
 
-    task: str = option(MISSING, "a data set (recipes/data); a run folder knows its own")
+    task: str = option(MISSING, "a data set (recipes/data); not needed for a run folder")
     data: DataSection = field(default_factory=DataSection)
     batch_size: int = option(64, "examples per forward pass", low=1)
     mixed_precision: str = option("no", "number format of the forward pass", choices=("no", "bf16", "fp16"))
@@ -400,10 +400,10 @@ class EvaluateConfig:
 class LanguageConfig:
     """What `snnk score --texts` reads."""
 
-    beside: str | None = option(None, "another model, such as the original, scored beside it in one run")
-    text: str = option("text", "column of the texts, of a table")
-    length: int | None = option(None, "tokens of a stretch; null for what the model reads, 8,192 at most", low=256)
-    stretches: int = option(4, "that are read at most", low=1)
+    beside: str | None = option(None, "another model, such as the original, to score in the same run")
+    text: str = option("text", "column of the texts in a table")
+    length: int | None = option(None, "tokens per stretch; null: as many as the model reads, 8,192 at most", low=256)
+    stretches: int = option(4, "how many to read at most", low=1)
     device: str = option("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Terminal output of a recipe: libraries are silenced, and long work has a progress bar with an estimate.
+"""Terminal output of a recipe: libraries are silenced, and long work gets a progress bar with an estimate.
 
 `Tracker` also writes the measurements of a run to log.jsonl and TensorBoard.
 """

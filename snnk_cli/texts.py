@@ -1,4 +1,4 @@
-"""Reading of the unlabelled texts that the settings name."""
+"""Reading the unlabelled texts that the settings name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A frozen trunk that runs once: training continues from its stored outputs, so a step costs only the layers after it.
+"""A frozen trunk that runs once: training starts from its stored outputs, so a step costs only the layers after it.
 
     h_k = layer_k(... layer_1(embeddings(x)))       once for every training example, stored in bf16
     loss(layer_L(... layer_{k+1}(h_k)), y)          in every step

@@ -1,6 +1,6 @@
 """Shared code of the benchmark programs: alternating timings, one process per memory measurement, metrics.json.
 
-Figures are medians over repetitions that run the candidates in turn, so that drifts in machine speed affect all of
+Figures are medians over repetitions that run the candidates in turn, so that drift in machine speed affects all of
 them alike; ratios are medians of the ratios within one repetition.
 """
 

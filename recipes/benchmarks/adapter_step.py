@@ -10,15 +10,15 @@ One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 R
 pass does not enter, and these layers' norms; "cut": 12 in the upper half of the layers, with their norms, on stored
 outputs of the lower half (`method.cut` of recipes/finetune.py); "parallel": 16 beside the FFN (not in a Llama, whose
 FFN is gated). LoRA: r = 8 on query and value; with all norms; as DoRA. All train the classifier, without dropout, as
-the settings files do. `--model llama` is one of 4 layers x 512, `llama12` of 12 layers x 768, and `bert_base` has
-BERT-base's sizes: with random weights, on which neither time nor memory depends. `--checkpointing` computes activations
-again in the backward pass.
-Times are medians over alternating repetitions in one process. "operations" are those of torch in a forward and backward
-pass, without views; "host" is the CPU time of a step on one text of 8 tokens, which is little more than dispatching
-them: medians over ten times the repetitions. Peak memory is the growth of a fresh process's resident memory over three
-steps, the median of five processes in turn (one is accurate to 5%: what the allocator keeps varies from run to run). On
-a GPU it is the peak of the allocated tensors over three steps, in one process, beyond weights and optimizer states;
-`--dtype bfloat16` trains under autocast.
+in the settings files. `--model llama` has 4 layers x 512, `llama12` has 12 layers x 768, and `bert_base` has
+BERT-base's sizes; weights are random, which changes neither time nor memory. `--checkpointing` recomputes activations
+in the backward pass.
+Times are medians over alternating repetitions in one process. "operations" counts those of torch in a forward and
+backward pass, without views; "host" is the CPU time of a step on one text of 8 tokens, which is little more than
+dispatching them (medians over ten times the repetitions). Peak memory is the growth of a fresh process's resident
+memory over three steps, the median of five processes in turn (one is accurate to 5%: what the allocator keeps varies
+from run to run). On a GPU it is the peak of the allocated tensors over three steps, in one process, beyond weights and
+optimizer states; `--dtype bfloat16` trains under autocast.
 """
 
 from __future__ import annotations

@@ -5,15 +5,15 @@
     python recipes/benchmarks/attention.py --sections pairs --device cuda --batch-size 32
 
 12 heads of 64, one sequence, positive features over an orthogonal matrix (posrf, orf) with 64 rows; the two attentions
-are timed in turn. `forward` and `causal` time inference, `training` forward and backward, each beside the bare matrix
+are timed in turn. `forward` and `causal` time inference, `training` forward and backward, each next to the bare matrix
 products of linear attention with nothing between them: `products_share` is their share of its time (above 1 where
-blocks that stay in the cache are quicker). `memory` measures the growth of a fresh process, `decoding` times one token
+blocks that stay in the cache are faster). `memory` measures the growth of a fresh process, `decoding` times one token
 of a two-layer Llama after prefixes of two lengths, `pairs` a training step of the Long Range Arena's Text model (length
-4000, batch 2) for the 18 pairs of Spectraformer's Table 2 beside softmax, fused and with its weights formed (as dropout
-on them requires on a CPU). `maps` has time and memory of forward and backward by length, for both kinds of softmax and
-for positive features over the learned matrices of Learning the Transformer Kernel. Other sections of an earlier run are
-kept in the file. On a GPU memory is the peak of allocated tensors, also of the first three; `--flash` allows softmax no
-kernel but torch's flash attention, which on a GPU needs half precision. About half an hour on two quiet cores.
+4000, batch 2) for the 18 pairs of Spectraformer's Table 2 and for softmax, fused and with its weights formed (as
+dropout on them requires on a CPU). `maps` has time and memory of forward and backward by length, for both kinds of
+softmax and for positive features over the learned matrices of Learning the Transformer Kernel. Other sections of an
+earlier run are kept in the file. On a GPU memory is the peak of allocated tensors, also of the first three; `--flash`
+restricts softmax to torch's flash attention, which on a GPU needs half precision. About half an hour on two idle cores.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Attention over exponential features by the kernels of this package, against flash attention and a copy, on a GPU.
+"""Attention over exponential features with this package's kernels, against flash attention and a copy, on a GPU.
 
     python recipes/benchmarks/attention_on_gpu.py
     python recipes/benchmarks/attention_on_gpu.py --device cpu --lengths 64 --batch-sizes 1 --output here/metrics.json
 
 bf16, 12 heads of 64, 64 features: forward, causal, training (forward and backward) and causal training by length and
-batch size, and the next token of a text (decode). The joint layer has 64 near keys and 4 sinks beside them. Wall time
-is from call to result, including Python's overhead; device time is that of a replayed CUDA graph. Beside them: torch's
-fused softmax (flash on a GPU), the torch form of the operation by torch.compile, a copy of the least bytes that forward
-must move, and, where it is installed, fla-core, which reads features from memory. Rows for which no time was left are
-named. The plot is written beside the figures.
+batch size, and the next token of a text (decode). The joint layer also has 64 near keys and 4 sinks. Wall time is from
+call to result, including Python's overhead; device time is that of a replayed CUDA graph. For comparison: torch's fused
+softmax (flash on a GPU), the torch form of the operation under torch.compile, a copy of the fewest bytes that forward
+must move, and, where it is installed, fla-core, which reads features from memory. Rows that ran out of time are named.
+The plot is written next to the figures.
 """
 
 from __future__ import annotations

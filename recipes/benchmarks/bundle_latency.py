@@ -4,7 +4,7 @@
 
 3 and 6 of the 6 FFN blocks are replaced by 8, 32 and 128 features and bundled. Models are timed as they load, with
 fused attention; the ratio of multiply-accumulates (MACs) is counted with torch's FLOP counter on the same forward pass
-with eager attention, which does the same products where the counter can see them. A speed-up below it means overhead.
+with eager attention, which does the same products where the counter sees them. A speed-up below it means overhead.
 """
 
 from __future__ import annotations

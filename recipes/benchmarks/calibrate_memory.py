@@ -1,4 +1,4 @@
-"""Peak memory of `calibrate` beside that of a forward pass over the same batches, each in a fresh process.
+"""Peak memory of `calibrate` against that of a forward pass over the same batches, each in a fresh process.
 
     python recipes/benchmarks/calibrate_memory.py --model path/to/minilm-l6-sst2
 

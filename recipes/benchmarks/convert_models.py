@@ -1,12 +1,12 @@
-"""Convert a fine-tuned or pretrained model, and measure what that costs and gains; the original beside, in one run.
+"""Convert a fine-tuned or pretrained model and measure what that costs and gains against the original, in one run.
 
     python recipes/benchmarks/convert_models.py curve --model path/to/minilm-l6-sst2 --data path/to/glue
     python recipes/benchmarks/convert_models.py curve --help
 
-    curve       agreement over latency of a BERT on a task of texts: conversions and baselines, in fp32 and int8
+    curve       agreement over latency of a BERT on a text task: conversions and baselines, in fp32 and int8
     cifar10     the FFNs of a ViT
     llama       the attention of a causal language model: perplexity, cache and speed
-    recall      the attention of small decoders that were trained to recall
+    recall      the attention of small decoders trained to recall
     llama_ffn   the gated FFNs of a causal language model: perplexity and size
     embeddings  a sentence encoder: its vectors, their similarities and neighbours
     sizes       seconds and memory of `convert`, from MiniLM to RoBERTa-large

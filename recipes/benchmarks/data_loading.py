@@ -1,4 +1,4 @@
-"""Can the loader feed the training? Images per second of the loader alone and of the training step that reads them.
+"""Can the loader keep up with training? Images per second of the loader alone and of the training step that reads them.
 
     python recipes/benchmarks/data_loading.py
     python recipes/benchmarks/data_loading.py --device cuda --workers 8

@@ -1,13 +1,13 @@
-"""Gain of a second process: examples per second of one process and of two under DDP, and the bytes they send.
+"""Gain from a second process: examples per second of one process and of two under DDP, and the bytes they send.
 
     python recipes/benchmarks/data_parallel.py
     python recipes/benchmarks/data_parallel.py --processes 4 --batch-size 8
 
-Training steps (forward, backward, AdamW) of MiniLM at 128 tokens with SNNK adapters, PEFT's LoRA of as many parameters,
-and everything trained; gloo on processors, one thread per process, the same batch size in each. Efficiency is the
+Training steps (forward, backward, AdamW) of MiniLM at 128 tokens with SNNK adapters, PEFT's LoRA with as many
+parameters, and everything trained; gloo on CPUs, one thread per process, the same batch size in each. Efficiency is the
 examples per second of all processes together over those of the first one alone times their number, 1 at best; both
 are measured in turn by the same processes, with the others idle. `cost` gives the bytes that a process sends per step,
-`sent` are those of DDP's buckets.
+`sent` those of DDP's buckets.
 """
 
 from __future__ import annotations

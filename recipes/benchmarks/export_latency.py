@@ -2,9 +2,9 @@
 
     python recipes/benchmarks/export_latency.py --model path/to/minilm-l6-sst2 --data path/to/glue
 
-All six FFN blocks are converted without labels and bundled; original and bundle are exported twice and every candidate
-is scored on the 872 development sentences of SST-2 at 64 tokens. Times are those of 32 x 64 tokens and of one sentence
-of 32 tokens, taken in turn in one process, on as many threads for ONNX Runtime as for torch.
+All six FFN blocks are converted without labels and bundled. Original and bundle are exported twice, and every candidate
+is scored on the 872 development sentences of SST-2 at 64 tokens. Times are for 32 x 64 tokens and for one sentence of
+32 tokens, taken in turn in one process, with as many threads for ONNX Runtime as for torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time and peak memory of every feature map on inputs of the size of an attention layer, and where fast transforms win.
+"""Time and peak memory of every feature map on inputs the size of an attention layer's, and where fast transforms win.
 
     python recipes/benchmarks/feature_maps.py
     python recipes/benchmarks/feature_maps.py --components posrf relu --features 128
@@ -9,8 +9,8 @@ phi alone and phi with the gradient of its input are timed in turn with the dens
 limit is timed again with more repetitions, against the dense one. Stored matrices without biases or unequal weights
 run the same code whatever they were drawn from, so the figures of the first one (`timed_as`) stand for all. oprf and
 saderf, whose parameter comes from all tokens, are also timed with posrf. Peak memory is the growth of the resident
-memory during one call. The second table times structured matrices, fast against dense, over sizes. About half an hour;
-with OMP_NUM_THREADS=1 it is hardly disturbed by a process on another core.
+memory during one call. The second table times structured matrices, fast against dense, over sizes. Takes about half an
+hour; with OMP_NUM_THREADS=1 a process on another core hardly disturbs it.
 """
 
 from __future__ import annotations

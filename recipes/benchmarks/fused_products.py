@@ -2,8 +2,8 @@
 
     python recipes/benchmarks/fused_products.py
 
-A bundle keeps these matrices separate, as the classes of transformers have them. Here both layouts are timed in turn,
-on the tokens of a batch, and the saving of the fused product in all layers is compared with the whole model's time.
+A bundle keeps these matrices separate, as the transformers classes do. Here both layouts are timed in turn on the
+tokens of a batch, and the time saved by the fused product in all layers is compared with the whole model's time.
 """
 
 from __future__ import annotations

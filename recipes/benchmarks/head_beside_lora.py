@@ -1,12 +1,12 @@
-"""Closed-form heads against LoRA: score and seconds of both, run in turn on one machine.
+"""Closed-form heads against LoRA: score and time of both, run in turn on one machine.
 
     python recipes/benchmarks/head_beside_lora.py --data path/to/glue
     python recipes/benchmarks/head_beside_lora.py --data path/to/glue --tasks rte --seeds 0 1 2
 
-For each task and seed, this runs recipes/finetune.py as the study glue runs LoRA, then recipes/fit_head.py on as many
-examples. LoRA's seconds are those of its training steps; a head's are those of one pass over the examples and one fit,
-for an eighth of the examples, a quarter, ... Runs go to RUNS/<task>/<method>/seed<k>: finished ones are not repeated,
-stopped ones are continued.
+For each task and seed, this runs recipes/finetune.py as the study glue runs LoRA, then recipes/fit_head.py on the same
+number of examples. LoRA's time is that of its training steps; a head's is that of one pass over the examples and one
+fit, for an eighth of the examples, a quarter, ... Runs go to RUNS/<task>/<method>/seed<k>; finished ones are not
+repeated, stopped ones are continued.
 """
 
 from __future__ import annotations

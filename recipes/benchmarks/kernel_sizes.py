@@ -1,10 +1,10 @@
-"""Search for the block sizes that make the Triton kernels fastest on this GPU: every kernel alone, by graph replay.
+"""Search for the block sizes that make the Triton kernels fastest on this GPU, each kernel alone, by graph replay.
 
     python recipes/benchmarks/kernel_sizes.py --output gpu/kernel_sizes.json
 
-Every kernel of attention with every number of rows, warps and pipeline stages and every length of a part of the
-sequence, in bf16, 12 heads of 64, 64 features. The winners go into the tables of triton_shared/launching.py and
-triton_linear/launches.py. Kernels are first compiled by several processes. Two minutes on an H200.
+Every attention kernel with every number of rows, warps and pipeline stages and every length of a part of the sequence,
+in bf16, 12 heads of 64, 64 features. The winners go into the tables in triton_shared/launching.py and
+triton_linear/launches.py. Several processes compile the kernels first. Two minutes on an H200.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ Each pair of options is a study; earlier results of studies that are not request
 resnet: the 3 x 3 convolutions of a CIFAR ResNet's blocks as k x k to `rank` channels, then 1 x 1, batch norms folded in
 before. `data` sees every eighth image, without its label; the accuracy is that on the others. If they are from the
 training set, like the first 4,000 of CIFAR-10, it shows what is lost and not how well the network generalises.
-efficientnet: pointwise convolutions of EfficientNet-Lite0, as two of them. Agreement with the original's answers;
-`data` is fitted on one half of the images and evaluated on the other, then the other way round.
+efficientnet: each pointwise convolution of EfficientNet-Lite0 as two. Agreement with the original's answers; `data` is
+fitted on one half of the images and evaluated on the other, then the other way round.
 heads: the heads of a fine-tuned BERT, made narrower. `data` sees 2,500 unlabelled training sentences; accuracy on the
-872 development sentences. Attention is bilinear up to its softmax, so that here `function` is `spectral`.
+872 development sentences. Attention is bilinear up to its softmax, so here `function` is `spectral`.
 
-Latency is the median of alternating repetitions on one batch. compress.png beside the output shows all studies.
+Latency is the median of alternating repetitions on one batch. compress.png next to the output shows all studies.
 """
 
 from __future__ import annotations

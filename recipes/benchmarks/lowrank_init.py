@@ -1,4 +1,4 @@
-"""Initialisations of a low-rank layer: relative risk and seconds of each, on random and real weights.
+"""Initialisations of a low-rank layer: relative risk and time of each, on random and real weights.
 
     python recipes/benchmarks/lowrank_init.py
     python recipes/benchmarks/lowrank_init.py --quick
@@ -11,8 +11,8 @@ fitted to 2,048 of its input tokens, and `held_out` is the relative risk of all 
 other modules' docstrings.
 
 `function` runs twice, which must give the same bits, and is compared with the best of `--restarts` runs of the same
-optimizer from random subspaces; spectral and spectral_gnorm are timed in turn. Results are written at once, and with
-`--resume` those in the file are not measured again. `--quick` takes the two small shapes at two rank scales.
+optimizer from random subspaces; spectral and spectral_gnorm are timed in turn. Results are written as they come, and
+`--resume` does not repeat those in the file. `--quick` uses the two small shapes at two rank scales.
 """
 
 from __future__ import annotations

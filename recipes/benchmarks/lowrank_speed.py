@@ -4,8 +4,8 @@
     python recipes/benchmarks/lowrank_speed.py --widths 768 --rank-scales 0.1 0.25 0.5 --device cuda --dtype bfloat16
 
 Square layers of the given widths on 2,048 tokens; one call = the output, and the gradients of the input, of both
-factors (or of the weight) and of the bias. `MAC ratio` is what the speed-up would be if only multiplications counted,
-1 / (2 · rank scale). Medians over alternating repetitions; the ratios are taken within one repetition.
+factors (or of the weight) and of the bias. `MAC ratio` is the speed-up if only multiplications counted,
+1 / (2 · rank scale). Medians over alternating repetitions; ratios are taken within one repetition.
 """
 
 from __future__ import annotations

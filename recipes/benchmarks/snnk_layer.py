@@ -1,12 +1,12 @@
-"""One SNNK layer against the Linear and activation that it replaces, over widths: time and peak memory.
+"""One SNNK layer against the Linear and activation it replaces, over widths: time and peak memory.
 
     python recipes/benchmarks/snnk_layer.py
     python recipes/benchmarks/snnk_layer.py --widths 1024 4096 8192 --features 32 --shape 32x128
     python recipes/benchmarks/snnk_layer.py --device cuda --shape 32x128
 
-Width d to width d. `layer`: ReLU features over a Gaussian matrix and a readout, m·d + d·m MACs per token, beside
+Width d to width d. `layer`: ReLU features over a Gaussian matrix and a readout, m·d + d·m MACs per token, against
 Linear + ReLU and Linear + GELU, d². `pair`: with a Linear after it, which folds into the readout of the SNNK layer
-(2·m·d as before), beside Linear + GELU + Linear, 2·d². Timed in turn, without gradients ("forward") and with those of
+(2·m·d as before), against Linear + GELU + Linear, 2·d². Timed in turn, without gradients ("forward") and with those of
 the input and of all parameters ("training"); speed-ups are over Linear + GELU (+ Linear). Peak memory is what one
 call allocates beyond weights and input, gradients included: by the growth of a process's resident memory, which Linux
 counts to about a quarter of a MiB (null elsewhere); on a GPU, of its tensors. About a minute on one core.

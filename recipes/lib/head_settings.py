@@ -18,15 +18,15 @@ class FitHeadSection:
 
     views: list[list[int | str]] | None = option(
         None,
-        "pairs [layer, pool] of hidden states, 0 the embeddings, -1 the last; pools: mean, max, first, last, and, of "
+        "pairs [layer, pool] of hidden states, 0 the embeddings, -1 the last; pools: mean, max, first, last, and, for "
         "pairs of texts, apart and product. null: means after a third, two thirds and all layers, and "
-        "the maximum of the last; of pairs also how the two differ after two thirds and all layers",
+        "the maximum of the last; for pairs also how the two differ after two thirds and all layers",
     )
     feature_map: dict[str, Any] | None = option(
-        None, "the vectors also through this map: component, projection, num_features"
+        None, "also pass the vectors through this map: component, projection, num_features"
     )
-    points: int = option(4, "scored after n, n/2, n/4, ... examples, so often", low=1)
-    beside: list[str] | None = option(None, "run folders of finetune.py that the plot shows as well")
+    points: int = option(4, "how many scores: after n, n/2, n/4, ... examples", low=1)
+    beside: list[str] | None = option(None, "run folders of finetune.py to include in the plot")
 
 
 @dataclass

@@ -54,7 +54,7 @@ class AdapterPart(FeaturePart):
     gate: bool | None = option(None, "whether there is a trainable vector v; None follows `init`.")
     normalize: bool | None = option(
         None,
-        "whether Φ sees (x − mean) / std of each token, and each feature loses its mean; None follows `init`.",
+        "whether Φ sees (x − mean) / std of each token, and each feature is centred; None follows `init`.",
     )
     scaling: float | None = option(
         None,

@@ -109,8 +109,8 @@ class FeaturePart(Part):
     attends: ClassVar[bool] = False
     size_fields: ClassVar[tuple[str, ...]] = ("num_features",)
 
-    component: str = option("relu", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
-    projection: str = option("orf", "the matrix W, a name of `PROJECTIONS`.", checked=False)
+    component: str = option("relu", "the function f in the features f(Wx), a name in `COMPONENTS`.", checked=False)
+    projection: str = option("orf", "the matrix W, a name in `PROJECTIONS`.", checked=False)
     num_features: int = option(
         16, "rows of W, >= 1. Cost and trainable parameters grow linearly with it.", checked=False
     )

@@ -41,11 +41,11 @@ class NormsPart(Part):
 
     calls_only: ClassVar[bool] = True
 
-    targets: str = option("*", 'which of them, as a pattern of paths, "*" for anything: "*.layer.*" leaves embeddings.')
+    targets: str = option("*", 'which norms, as a path pattern, "*" for anything: "*.layer.*" omits embeddings.')
     layers: str | list[int] = option(
         "all",
-        'those of which Transformer layers: "top-K" (the last K), "bottom-K", or a list of indices from 0; "all" has '
-        "also those outside of layers.",
+        'norms of which Transformer layers: "top-K" (the last K), "bottom-K", or a list of indices from 0; "all" also '
+        "includes those outside the layers.",
         checked=False,
     )
 

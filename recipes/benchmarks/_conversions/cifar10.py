@@ -1,11 +1,11 @@
-"""Convert a ViT trained on CIFAR-10 without labels: accuracy, speed-up and seconds of calibrated FFN replacement.
+"""Convert a ViT trained on CIFAR-10 without labels: accuracy, speed-up and time of calibrated FFN replacement.
 
     python recipes/finetune.py recipes/configs/cifar10/scratch.yaml data.dir=path/to/cifar10
     python recipes/benchmarks/convert_models.py cifar10 --model runs/cifar10_scratch/model --data path/to/cifar10
 
-The teacher's FFN blocks are replaced by landmark features, fitted in closed form on 1,000 unlabelled training pictures
-and bundled into a plain model. Accuracy is that of the bundle on the test pictures; speed-up is the teacher's time over
-the bundle's for 32 pictures, taken in turn in one process.
+The teacher's FFN blocks are replaced by landmark features, fitted in closed form on 1,000 unlabelled training images
+and bundled into a plain model. Accuracy is the bundle's on the test images; speed-up is the teacher's time over
+the bundle's for 32 images, taken in turn in one process.
 """
 
 from __future__ import annotations

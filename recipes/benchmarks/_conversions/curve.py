@@ -1,4 +1,4 @@
-"""Agreement over latency: conversions and their peers from 1.2 to 6 times the speed, each in fp32 and in int8.
+"""Agreement over latency: conversions and other methods from 1.2 to 6 times the speed, each in fp32 and in int8.
 
     python recipes/benchmarks/convert_models.py curve --model path/to/minilm-l6-sst2 --data path/to/glue
     python recipes/benchmarks/convert_models.py curve --model .. --data .. --only "plan 2x" --seeds 1
@@ -6,28 +6,28 @@
         --max-length 512 --batch-size 8 --sentences 320 --score-at-most 1000 --shapes 4x512 \\
         --only plan attention --seeds 1
 
-A point is one way to make a fine-tuned BERT smaller, at one size, calibrated on training examples of one draw (of more
-than 40 characters: most rows of SST-2 are pieces of sentences, and no user's texts are):
+A point is one way to make a fine-tuned BERT smaller, at one size, calibrated on one draw of training examples (of more
+than 40 characters: most rows of SST-2 are sentence fragments, unlike any user's texts):
 
 - original: as it is, in torch and in int8.
-- ffn: `convert` with all FFNs over so many features, ffn+ with 600 steps of recovery. plan: `convert` with a budget of
-  the latency that is timed. attention: `convert` with linear attention in all layers and all FFNs over 192 features.
-  No labels.
+- ffn: `convert` with the given number of features in all FFNs; ffn+: with 600 steps of recovery. plan: `convert` with a
+  budget of the latency that is timed. attention: `convert` with linear attention in all layers and 192 features in all
+  FFNs. No labels.
 - svd: FFN matrices in low rank, whitened by the covariance of their inputs; no labels.
 - fisher, modegpt: pruning by Fisher information (Kwon et al. 2022; uses labels) and MoDeGPT (Lin et al. 2025; no
   labels) to a share of the multiply-adds of heads and FFNs.
-- distilled: so many of the layers, trained towards the original's answers for as long as `convert` took for 2x; no
+- distilled: the given number of layers, trained towards the original's answers for as long as `convert` took for 2x; no
   labels.
 
-Of each model and of its file with int8 Linears (`export`, on batches of the same examples): the task's score on its
-validation examples; the share of the original's answers that it keeps there, and the distance to them in nats (of
-numbers the correlation, and the error over the variance); and the speed on random tokens of each of `--shapes`, 32 x 64
-without any. All are timed in turn (`speeds.py`), before, between and behind the scoring. Milliseconds are the
-original's in its quickest pass over the speed-up, on the first shape. fp32 is timed in torch, int8 in ONNX Runtime, on
-as many threads.
+For each model and its file with int8 Linears (`export`, on batches of the same examples): the task's score on its
+validation examples; the share of the original's answers that it keeps there, and the distance to them in nats (for
+numbers, the correlation, and the error over the variance); and the speed on random tokens of each of `--shapes`, by
+default 32 x 64. All are timed in turn (`speeds.py`), before, during and after scoring. Milliseconds are the original's
+in its fastest pass over the speed-up, on the first shape. fp32 is timed in torch, int8 in ONNX Runtime, with the same
+number of threads.
 
-A point is written to the figures as soon as it is measured, and a further run measures only what is missing. A picture
-is drawn beside them. Figures go to results/convert_curve/TASK.json.
+A point is written to the figures as soon as it is measured, and a further run measures only what is missing. A plot
+is drawn next to them. Figures go to results/convert_curve/TASK.json.
 """
 
 from __future__ import annotations

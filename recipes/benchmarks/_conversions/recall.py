@@ -1,12 +1,12 @@
-"""Small decoders that were trained to recall, converted for a share of their cache; the original and others beside.
+"""Small decoders trained to recall, converted for a share of their cache, against the original and other methods.
 
     python recipes/papers/programs/train_copy.py recipes/papers/configs/copy/pieces.yaml
     python recipes/benchmarks/convert_models.py recall --runs runs/copy/pieces
 
 Each run is one of train_copy.py with data.piece: the second half of a text is made of pieces of the first in any order,
-so that all of it must be found far back. Calibrated on texts of the training split; the ways are those of `llama`.
-Recalled is the share of tokens, behind the first few of a piece, that are the most likely ones: of all, and of those
-whose piece stood more than half a text before, on texts of the test split, read through the cache.
+so that all of it must be found far back. Calibrated on texts of the training split; the methods are those of `llama`.
+Recalled is the share of tokens, after the first few of a piece, that the model predicts as most likely: of all, and of
+those whose piece occurred more than half a text before, on texts of the test split, read through the cache.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Cost of `convert` for models of the sizes that users have: seconds, memory, and the speed gained.
+"""Cost of `convert` for models of common sizes: time, memory, and the speed gained.
 
     python recipes/benchmarks/convert_models.py sizes
     python recipes/benchmarks/convert_models.py sizes --shapes bert-base vit-base --budget 2x
 
-Weights and inputs are random, so only cost is told, nothing of quality: texts of 24 tokens on the average, and images.
-Each shape has a process of its own, whose peak memory is told beside that of the model's forward passes alone.
+Weights and inputs are random, so this measures cost only, not quality: texts of 24 tokens on average, and images.
+Each shape has its own process, whose peak memory is reported next to that of the model's forward passes alone.
 """
 
 from __future__ import annotations

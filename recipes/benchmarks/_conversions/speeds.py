@@ -1,7 +1,7 @@
-"""Speed-ups over the original, of models that take turns.
+"""Speed-ups over the original, for models that are timed in turn.
 
-The quickest passes count. But other tenants of a machine may slow int8, and not fp32, for a minute at a time: a model
-in int8 is compared with the original in int8, pass by pass, whose own speed-up is measured once.
+The fastest passes count. But other tenants of a machine may slow int8, and not fp32, for a minute at a time. So a model
+in int8 is compared, pass by pass, with the original in int8, whose own speed-up is measured once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A short training of a converted language model behind its calibration, on texts and without labels."""
+"""A short training of a converted language model after its calibration, on texts and without labels."""
 
 from __future__ import annotations
 

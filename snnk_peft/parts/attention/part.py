@@ -57,24 +57,24 @@ class AttentionPart(FeaturePart):
     attends: ClassVar[bool] = True
     disables_exactly: ClassVar[bool] = False  # softmax comes from another function then
 
-    component: str = option("posrf", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
+    component: str = option("posrf", "the function f in the features f(Wx), a name in `COMPONENTS`.", checked=False)
     num_features: int | None = option(  # type: ignore[assignment]
         None,
-        'rows of W. None: 64, or the number nearest to it that the projection can have (for "identity", the classical '
-        'linear attention with component "elu", the dimension of a head).',
+        'rows of W. None: 64, or the nearest number that the projection allows (for "identity", the classical linear '
+        'attention with component "elu", the head dimension).',
         checked=False,
     )
     per_head: bool = option(
-        False, 'a matrix W for every key head instead of one per layer; projection "centroids" always has that.'
+        False, 'use a matrix W per key head instead of one per layer; projection "centroids" always does.'
     )
     separate_maps: bool = option(
         False,
-        "queries and keys have a matrix each. Both start as the same draw, hence at the kernel of a shared one, and "
-        'learn apart: for learned projections only. "centroids" always has them.',
+        "give queries and keys a matrix each. Both start as the same draw, hence at the kernel of a shared one, and "
+        'are then learned separately: for learned projections only. "centroids" always has them.',
     )
     refit_output: bool = option(
         True,
-        'let `calibrate` fit the output projection as well; for projection "centroids", others leave it as '
+        'let `calibrate` fit the output projection as well, for projection "centroids"; others leave it as '
         "it is. It is then part of the adapter.",
     )
     near_field: int | None = option(
@@ -85,40 +85,40 @@ class AttentionPart(FeaturePart):
     )
     near_field_normalisation: str = option(
         "blend",
-        '"blend": the results of band and feature maps are added up with learned weights (FMMformer). "joint": the '
-        "exponentials of near keys and the products of features of far ones, each key once, are divided by the sum of "
+        '"blend": the outputs of the band and of the feature maps are added with learned weights (FMMformer). "joint": '
+        "the exponentials of near keys and the feature products of far ones, each key once, are divided by the sum of "
         "both: softmax itself, for a band as wide as the input is long. For positive features that estimate softmax, "
-        'and what `calibrate` fits ("mixture" over "centroids", then with maps and a factor for every query head).',
+        'and for what `calibrate` fits ("mixture" over "centroids", then with maps and a factor per query head).',
         choices=("blend", "joint"),
     )
     sinks: int = option(
         0,
-        'how many of the first tokens are exact too, for models that lean on them; with "joint".',
+        'how many of the first tokens are exact too, for models that rely on them; with "joint".',
         low=0,
         high=1 << 20,
     )
     full_heads: list[list[int]] = option(
         list,
-        "key heads that keep softmax over all their keys, as pairs [layer, key head]: what a decoder recalls from far "
-        'back. Their keys stay in the cache; a layer of which all are named stays as it was. With "joint".',
+        "key heads that keep softmax over all their keys, as pairs [layer, key head]: those by which a decoder recalls "
+        'from far back. Their keys stay in the cache; a layer whose heads are all named stays as it was. With "joint".',
         checked=False,
     )
     cache_bits: int | None = option(
         None,
-        "bits of each number of the keys and values that full heads keep: 8 or 4, rounded per key, with a cache and "
-        "without one alike. None keeps them as they are.",
+        "bits per number of the keys and values that full heads keep: 8 or 4, rounded per key, with or without a "
+        "cache. None keeps them as they are.",
         choices=(8, 4),
     )
     position_free: bool = option(
         False,
-        "take rotary positions off the far field's queries and keys, as if each query saw all far keys from one "
-        "distance, near_field: centroids of turned queries hold absolute positions, and are wrong beyond those that "
-        'were fitted. With "joint", in decoders; nothing changes without rotary positions.',
+        "remove rotary positions from the far field's queries and keys, as if each query saw all far keys from one "
+        "distance, near_field: centroids of rotated queries contain absolute positions, and are wrong beyond those "
+        'that were fitted. With "joint", in decoders; no effect without rotary positions.',
     )
     fitted_length: int | None = option(
         None,
-        "tokens of the longest text that `calibrate` fitted the far field to; written by `calibrate`. Beyond it, a "
-        "decoder's far keys do not count, since the fit is wrong there. None: not fitted, or not known.",
+        "tokens of the longest text that `calibrate` fitted the far field to; set by `calibrate`. Beyond it, a decoder "
+        "ignores far keys, since the fit is wrong there. None: not fitted, or unknown.",
         low=1,
         high=1 << 30,
     )
@@ -127,8 +127,8 @@ class AttentionPart(FeaturePart):
         "further feature maps (the lecture's rank-r attention): attention is Σ_r w_r · att_r over this part's own map "
         "and one for each entry, w_r > 0 learned per head, equal at the start. An entry is a dict of any of component, "
         "projection, num_features, component_params, projection_params, per_head and separate_maps; what it leaves out "
-        "is as in this part; naming a component puts its params back to the defaults, naming a projection its params "
-        "and num_features. Every entry costs as much as an attention of its own, and has its own draw.",
+        "is as in this part; naming a component resets its params to the defaults, naming a projection its params "
+        "and num_features. Each entry costs as much as a separate attention, and has its own draw.",
         checked=False,
     )
 

@@ -49,10 +49,10 @@ class LowRankPart(Part):
     targets: str | list[str] = option(
         "ffn",
         'which modules: a role in the layers of a known family ("ffn", "attention", "pooler"), or patterns of module '
-        'paths ("*" for anything, "*." in front for the start of the path too, "!" in front takes out), which need '
+        'paths ("*" for anything, a leading "*." for the start of the path too, a leading "!" to exclude), which need '
         "no family.",
     )
-    kind: str = option("all", 'of these, "linear", "conv" or "all".', choices=tuple(KINDS))
+    kind: str = option("all", 'which of these: "linear", "conv" or "all".', choices=tuple(KINDS))
     rank_scale: float | None = option(
         None,
         "rank as a fraction of full rank, min(rows, columns) of the matrix; at least rank 1. 0.25 if neither this nor "
@@ -62,14 +62,14 @@ class LowRankPart(Part):
     )
     rank: int | None = option(None, "the same rank everywhere, >= 1.", low=1, high=MOST)
     energy: float | None = option(
-        None, "the least rank that keeps this fraction of the squared singular values.", above=0, high=1
+        None, "the smallest rank that keeps this fraction of the squared singular values.", above=0, high=1
     )
     init: str = option(
-        "spectral", "how U and V start from the dense weights, a name of `LOW_RANK_INITS`.", checked=False
+        "spectral", "how U and V start from the dense weights, a name in `LOW_RANK_INITS`.", checked=False
     )
     split: str = option(
         "spatial",
-        'how kernels are matrices: "spatial" (k × 1, then 1 × k) or "channel" (k × k to rank channels, then 1 × 1).',
+        'how kernels become matrices: "spatial" (k × 1, then 1 × k) or "channel" (k × k to rank channels, then 1 × 1).',
         choices=SPLITS,
     )
     layers: str | list[int] = option(
@@ -79,14 +79,14 @@ class LowRankPart(Part):
     )
     activation: str | None = option(
         None,
-        "what follows the modules, for the starts that ask and for calibrate; None is what the family says, else "
-        "nothing (identity).",
+        "the activation after the modules, for inits that need it and for `calibrate`; None: the family's, or else "
+        "none (identity).",
         checked=False,
     )
     frobenius_decay: float = option(
-        0.0, "strength that `FrobeniusDecay(model)` finds in the layers; the part itself adds no decay.", low=0
+        0.0, "strength that `FrobeniusDecay(model)` reads from the layers; the part itself adds no decay.", low=0
     )
-    ranks: dict[str, int] | None = option(None, "filled in when a model is patched by energy: the ranks.")
+    ranks: dict[str, int] | None = option(None, "the ranks, filled in when a model is patched by energy.")
 
     size_fields: ClassVar[tuple[str, ...]] = ("rank", "rank_scale")
 

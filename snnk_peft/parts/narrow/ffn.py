@@ -42,12 +42,12 @@ class NarrowFFNPart(Part):
     trained. Bundled, they are plain narrower Linears.
     """
 
-    keep: float = option(0.75, "share of the hidden units that stay, 0 < keep < 1.", above=0, below=1)
-    num_features: int | None = option(None, "how many hidden units stay, >= 1; None follows `keep`.", low=1, high=MOST)
+    keep: float = option(0.75, "share of the hidden units to keep, 0 < keep < 1.", above=0, below=1)
+    num_features: int | None = option(None, "hidden units to keep, >= 1; None follows `keep`.", low=1, high=MOST)
     rule: str = option(
         "greedy",
-        'which units `calibrate` keeps: "greedy" (takes out, one after the other, the unit without which the repaired '
-        'output errs least) or "leverage" (largest ridge leverage scores, blind to the contraction).',
+        'which units `calibrate` keeps: "greedy" (removes units one by one, each time the one without which the '
+        'repaired output errs least) or "leverage" (largest ridge leverage scores, blind to the contraction).',
         choices=RULES,
     )
     layers: str | list[int] = option(

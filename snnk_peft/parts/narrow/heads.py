@@ -39,7 +39,7 @@ class NarrowHeadsPart(Part):
     init: str = option(
         "data",
         'how the factors are found: "spectral" (singular vectors of the weights; `calibrate` leaves them) or "data" '
-        "(starts like that, and `calibrate` fits them to what the model really attends to).",
+        "(starts the same way, and `calibrate` fits them to what the model actually attends to).",
         choices=("spectral", "data"),
     )
     layers: str | list[int] = option(

@@ -30,13 +30,13 @@ class FFNPart(ReplacingPart):
     `calibrate` replaces the initial A by a fit to real activations.
     """
 
-    component: str = option("gelu", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
-    projection: str = option("landmark", "the matrix W, a name of `PROJECTIONS`.", checked=False)
+    component: str = option("gelu", "the function f in the features f(Wx), a name in `COMPONENTS`.", checked=False)
+    projection: str = option("landmark", "the matrix W, a name in `PROJECTIONS`.", checked=False)
     num_features: int = option(64, "rows of W, >= 1.", checked=False)
     linear_path: bool = option(
         False,
-        "append the input itself to the features, so that the readout holds an exact affine part. Costs dim² "
-        "MACs per token after bundling, and helps most at few features.",
+        "append the input itself to the features, so that the readout has an exact affine part. Costs dim² "
+        "MACs per token after bundling, and helps most with few features.",
     )
     train_contraction: bool = option(
         False, "also train the contraction (the block's second matrix) of the converted layers."

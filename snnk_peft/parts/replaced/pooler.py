@@ -47,7 +47,7 @@ class PoolerPart(ReplacingPart):
     and gets a new one before its classifier: Φ(x) Aᵀ + b, initially as close to x as num_features allow.
     """
 
-    component: str = option("cos", "the function f of the features f(Wx), a name of `COMPONENTS`.", checked=False)
+    component: str = option("cos", "the function f in the features f(Wx), a name in `COMPONENTS`.", checked=False)
     num_features: int = option(32, "rows of W, >= 1.", checked=False)
 
     holds_head: ClassVar[bool] = True
