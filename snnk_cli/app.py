@@ -64,12 +64,12 @@ def _listed(settings: type[Any], title: str = "Settings") -> str:
 
 
 def _value(name: str, value: Any) -> list[str]:
-    """`name=value` as YAML, which JSON is; none for None."""
+    """Return `name=value` as YAML, of which JSON is a subset; empty for None."""
     return [] if value is None else [f"{name}={json.dumps(str(value) if isinstance(value, Path) else value)}"]
 
 
 def _examples(texts: Path | None, table: Path | None, images: Path | None, file: str) -> list[str]:
-    """The settings of task and data that the options stand for."""
+    """Return the settings of task and data for these options."""
     if table is not None and images is not None:
         raise typer.BadParameter("--table and --images are two data sets; expected one of them")
     task = "table" if table is not None else "image_folder" if images is not None else None
@@ -82,7 +82,7 @@ def _examples(texts: Path | None, table: Path | None, images: Path | None, file:
 
 
 def _done(work: Callable[[], int], as_json: bool, result: Callable[[], Any]) -> None:
-    """Work, print its result as JSON if that is asked for, and leave with its exit code."""
+    """Run `work`, print its result as JSON if requested, and exit with its code."""
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
         try:
             code = work()
@@ -109,7 +109,7 @@ def _read(file: Path) -> Any:
 
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, typer.Option("--version", help="print the version and exit")] = False) -> None:
-    """Options before a command."""
+    """Handle the options that come before a command."""
     if version:
         print(importlib.metadata.version("snnk-peft"))
         raise typer.Exit
@@ -282,7 +282,7 @@ def cost(
 
 @app.command(short_help="Report which parts a model accepts.")
 def check(model: Model, as_json: AsJson = False) -> None:
-    """Report what this package can do with a model: every part is tried on a copy of it, run, trained and bundled."""
+    """Report what this package can do with a model, by trying every part on a copy: run, train, bundle."""
     reports: list[dict[str, Any]] = []
 
     def work() -> int:
@@ -295,7 +295,7 @@ def check(model: Model, as_json: AsJson = False) -> None:
 
 @app.command("describe", short_help="Describe what a folder contains.")
 def describe_folder(model: Model, as_json: AsJson = False) -> None:
-    """Describe what a folder contains: a model, a bundle and what was folded, an adapter and its parts, a run and its score."""
+    """Describe what a folder contains: a model, a bundle and its folded parts, an adapter and its parts, or a run."""
     reports: list[dict[str, Any]] = []
 
     def work() -> int:
@@ -307,7 +307,7 @@ def describe_folder(model: Model, as_json: AsJson = False) -> None:
 
 
 def _named(model: str, ending: str) -> Path:
-    """A folder here, named after the model."""
+    """Return a path in the current folder, named after the model."""
     return Path(f"{Path(model).resolve().name if Path(model).exists() else model.rpartition('/')[2]}{ending}")
 
 
@@ -321,7 +321,7 @@ def _conversion(
     config: Path | None,
     settings: list[str],
 ) -> list[str]:
-    """The settings that the options of `plan` and `convert` stand for; half of the time, unless they say what."""
+    """Return the settings for the options of `plan` and `convert`; the budget defaults to 2x."""
     if not (texts or table or images or config) and not any(one.startswith(("task=", "data.")) for one in settings):
         raise typer.BadParameter(
             "no examples to calibrate with; expected --texts FILE, --table FILE or --images FOLDER"

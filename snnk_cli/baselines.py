@@ -37,7 +37,7 @@ def with_baseline(
     Args:
         base: the pretrained model with a fresh classifier.
         method: the settings.
-        saved: modules that are trained and saved in full, besides those that PEFT saves for the task type.
+        saved: modules to train and save in full, besides those that PEFT saves for the task type.
         task_type: task type of PEFT, or None.
         seed: seed of VeRA's shared random matrices.
 
@@ -101,14 +101,14 @@ def with_baseline(
 
 
 def _with_boft(base: PreTrainedModel, config: Any) -> Any:
-    """Return the BOFT PeftModel; raise a ConfigError where PEFT would use fewer butterfly factors than asked for.
+    """Return the BOFT PeftModel; raise a ConfigError if PEFT would use fewer butterfly factors than requested.
 
     Even without a GPU, PEFT tries to compile a CUDA extension, warns that it failed, and falls back to one factor.
     """
     _load_compiler()
     asked = config.boft_n_butterfly_factor
     with warnings.catch_warnings():
-        if asked == 1:  # what it warns about
+        if asked == 1:  # the fallback that it warns about
             warnings.filterwarnings("ignore", message="Failed to load the CUDA extension")
             warnings.filterwarnings("ignore", message="Setting boft_n_butterfly_factor to 1")
         model = get_peft_model(base, config)
@@ -122,15 +122,15 @@ def _with_boft(base: PreTrainedModel, config: Any) -> Any:
 
 
 def _load_compiler() -> None:
-    """Import torch's extension builder, as PEFT will, even where setuptools refuses to be imported.
+    """Import torch's extension builder, as PEFT will, even if setuptools refuses to be imported.
 
-    Before Python 3.12 setuptools refuses in a process that has looked up pip, as huggingface_hub may have.
+    Before Python 3.12, setuptools refuses in a process that has looked up pip, as huggingface_hub may have.
     """
     try:
         importlib.import_module("torch.utils.cpp_extension")
     except AssertionError:
         with patch_environment(SETUPTOOLS_USE_DISTUTILS="stdlib"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it calls that deprecated
+            warnings.simplefilter("ignore")  # setuptools calls this deprecated
             importlib.import_module("torch.utils.cpp_extension")
 
 
@@ -154,7 +154,7 @@ def norm_names(model: PreTrainedModel, layers: list[int] | None = None) -> list[
 
 
 def query_value_names(model: PreTrainedModel) -> list[str] | None:
-    """Return the names of the family's query and value modules, or None where PEFT has a default of its own."""
+    """Return the names of the family's query and value modules, or None if PEFT has a default of its own."""
     family = known_family(model)
     if model.config.model_type in CHOICES:
         return None
@@ -197,7 +197,7 @@ def move_threshold(model: PreTrainedModel, threshold: float) -> None:
 def start_at_prior(model: PreTrainedModel, labels: torch.Tensor) -> None:
     """Initialise the head's bias with the class prior: log frequencies, log odds, or the mean target of a regression.
 
-    Starting from zero, the first steps would be spent on learning it.
+    From zero, the first steps would be spent learning it.
 
     Args:
         model: a model with a fresh head.

@@ -39,7 +39,7 @@ _ADDED = re.compile(r"(^|\.)(snnk_|lora_)")
 
 
 def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of `model` that its settings alone do not reproduce.
+    """Return the tensors of `model` that its settings alone cannot reproduce.
 
     That is everything except the frozen pretrained parameters: trained parameters, buffers, and what a PEFT method
     added, even if frozen (calibration may have written there).
@@ -60,7 +60,7 @@ def save_checkpoint(
     state: Mapping[str, Any],
     accelerator: Any,
 ) -> Path:
-    """Write `folder/step-<seven digits>` (all processes call this; the main one writes what they share).
+    """Write `folder/step-<seven digits>` (all processes call this; the main one writes the shared files).
 
     Args:
         folder: the run's checkpoints folder.
@@ -70,7 +70,7 @@ def save_checkpoint(
         accelerator: provides the rank and the barriers.
     """
     target = folder / f"step-{state['step']:07d}"
-    # All processes fill one folder, which carries the main one's name.
+    # All processes fill one folder, named by the main one.
     temporary = Path(broadcast_object_list([str(temporary_name(target))])[0])
     with _removed_on_failure(temporary), writing(target):
         _fill_checkpoint(temporary, model, optimizer, state, accelerator)
@@ -106,7 +106,7 @@ def _fill_checkpoint(
         temporary.mkdir(parents=True)
     accelerator.wait_for_everyone()
     _save_rng(temporary, accelerator.process_index)
-    # Every process takes part in making sharded tensors whole.
+    # Every process takes part in gathering sharded tensors.
     tensors = _whole(saved_tensors(model), accelerator.is_main_process)
     moments = _whole(_optimizer_tensors(model, optimizer), accelerator.is_main_process)
     if accelerator.is_main_process:
@@ -169,7 +169,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """Return the position and identity stored in a checkpoint, after checking its files.
 
     Raises:
-        ConfigError: a file is damaged, or the state is that of another step.
+        ConfigError: a file is damaged, or the state belongs to another step.
     """
     verify(checkpoint)
     file = checkpoint / "state.json"
@@ -206,7 +206,7 @@ def load_checkpoint(
     rank: int,
     world: int,
 ) -> dict[str, Any]:
-    """Restore model, optimizer and generators, and return the saved state. Everything is checked before any change.
+    """Restore model, optimizer and generators, and return the saved state. Check everything before any change.
 
     Args:
         checkpoint: its folder.
@@ -263,7 +263,7 @@ def load_checkpoint(
 
 
 def _with_processes(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state in today's format; 0.1.0 kept `processes` in `identity` and their batch size in the settings."""
+    """Return the state in the current format; 0.1.0 kept `processes` in `identity`, the batch size in the settings."""
     if "processes" in state:
         return state
     settings = yaml.safe_load((checkpoint.parent.parent / "config.yaml").read_text())
@@ -273,7 +273,7 @@ def _with_processes(checkpoint: Path, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _divided(batch: int, world: int) -> str:
-    """Say how to continue a run with `batch` examples per forward pass on `world` processes."""
+    """Describe how to continue a run with `batch` examples per forward pass on `world` processes."""
     if batch % world == 0:
         return f"Continue with train.batch_size={batch // world}"
     fitting = [number for number in range(1, batch + 1) if batch % number == 0]
@@ -304,7 +304,7 @@ def _delete(checkpoint: Path) -> None:
 
 
 def _alternative(checkpoint: Path) -> str:
-    """Say what to do about a damaged checkpoint."""
+    """Describe what to do about a damaged checkpoint."""
     for other in reversed([entry for entry in list_checkpoints(checkpoint.parent) if entry.name < checkpoint.name]):
         if _damage(other):
             continue
@@ -347,7 +347,7 @@ def _optimizer_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def _whole(tensors: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
-    """Gather full copies on the CPU; with `keep` false, this process only takes part."""
+    """Gather full copies on the CPU; if `keep` is false, this process only takes part."""
     kept = {}
     for name, value in tensors.items():
         value = whole(value.detach())

@@ -27,12 +27,12 @@ import yaml
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.options import Option, options_of
-from snnk_peft.options import option as option  # of which settings are made
+from snnk_peft.options import option as option  # creates the fields of settings
 from snnk_peft.registry import did_you_mean
 from snnk_peft.yaml_files import parse_yaml
 
 Section = TypeVar("Section")
-# YAML 1.1 reads 1e-3 as text (it wants 1.0e-3); people write 1e-3.
+# YAML 1.1 reads 1e-3, which people write, as text (it requires 1.0e-3).
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 ROOT = Path(__file__).resolve().parents[1]
 _REQUIRED = dataclasses.MISSING
@@ -49,7 +49,7 @@ def load_config(
         overrides: strings `a.b=value`; the value is YAML, so `null`, `true`, `[q, v]` and `{r: 8}` work as in the file.
 
     Raises:
-        ConfigError: with every fault of the file and of the overrides.
+        ConfigError: lists every fault of the file and the overrides.
     """
     faults: list[str] = []
     given = copy.deepcopy(dict(source or {})) if isinstance(source, Mapping | None) else read_yaml(source)
@@ -171,7 +171,7 @@ def _apply(given: dict[str, Any], override: str, faults: list[str]) -> None:
 
 
 def _number(value: Any, known: Option) -> Any:
-    """Convert `value` to float where the setting is a float and the value is a number, however it was written."""
+    """Convert `value` to float if the setting is a float and the value is a number, in any notation."""
     kinds = known.kinds()
     written = isinstance(value, str) and _NUMBER.fullmatch(value)
     whole = isinstance(value, int) and not isinstance(value, bool) and int not in kinds
@@ -187,7 +187,7 @@ class Request:
         resume: continue the run in output.dir.
         checkpoint: checkpoint to resume from instead of the newest, or None.
         overwrite: delete the run in output.dir first.
-        file: settings file, or None if the overrides say everything.
+        file: settings file, or None if there are only overrides.
         overrides: overrides of single settings, each `section.key=value`.
     """
 
@@ -224,11 +224,11 @@ def read_command_line(program: str, settings: type[Any], description: str | None
 
 
 def resume_command(program: str, arguments: Sequence[str]) -> str:
-    """Return the command that continues a run, to be typed in the folder where the run was started.
+    """Return the command that continues a run, for the folder where the run was started.
 
     Args:
         program: a file in recipes/.
-        arguments: arguments of the first start; paths in them, and that of the program, are relative to that folder.
+        arguments: arguments of the first start; their paths and the program's are relative to that folder.
     """
     # Use the interpreter's short name only if it resolves to the one running now.
     python = "python" if shutil.which("python") == sys.executable else sys.executable

@@ -23,7 +23,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.texts import batches_by_length, drawn
 
 RECORD = "conversion.json"
-SAMPLES = 2500  # examples of a task, unless it is said how many
+SAMPLES = 2500  # default number of a task's examples
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Conversion:
     Args:
         model: the patched model.
         report: report of `calibrate`.
-        plan: the plan that chose the parts, or None if the settings did.
+        plan: the plan that chose the parts, or None if the settings chose them.
         examples: number of examples read.
         seconds: seconds of planning and calibration.
     """
@@ -45,7 +45,7 @@ class Conversion:
     seconds: float
 
     def save(self, folder: Path) -> None:
-        """Write calibration.json, its plot, those of the plan, and last conversion.json, which marks them complete."""
+        """Write calibration.json and plan.json with their plots, then conversion.json, which marks them complete."""
         with writing(folder):
             self.report.save(folder)
             if self.plan is not None:
@@ -95,7 +95,7 @@ def of_task(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator: 
 
 
 def converted(pipeline: Pipeline, config: ConvertConfig) -> Conversion:
-    """Patch a copy of the teacher, as planned or as the settings say, and fit it."""
+    """Patch a copy of the teacher, as planned or as set, and fit it."""
     fitted = pipeline.fitted(config.convert.budget)
     examples = pipeline.examples.sizes["fitted"]
     return Conversion(fitted.model, fitted.calibration, fitted.plan, examples, sum(pipeline.stages.seconds.values()))
@@ -104,7 +104,7 @@ def converted(pipeline: Pipeline, config: ConvertConfig) -> Conversion:
 def _shares(data: Data, config: ConvertConfig, world: int) -> list[list[int]]:
     """Return the indices of the calibration examples, in batches of similar length."""
     chosen = drawn(len(data.train), config.convert.samples or SAMPLES, config.train.seed)
-    # Whole batches are held out: at least eight batches, so that one is a small share, and at least one per process.
+    # Whole batches are held out, so use at least eight, to make one a small share, and at least one per process.
     size = min(config.convert.batch_size, max(1, len(chosen) // max(8, world)))
     return batches_by_length(data.train.lengths, chosen, size)
 

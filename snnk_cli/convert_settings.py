@@ -1,6 +1,6 @@
 """The settings of recipes/convert.py, section by section. Nothing here imports torch, so `--help` answers at once."""
 
-# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# `option` returns a dataclasses.field, which is a valid dataclass default.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TeacherSection:
 
 @dataclass
 class ConvertData(DataSection):
-    """The data used for calibration and for scoring."""
+    """The data for calibration and scoring."""
 
     texts: str | None = option(
         None,
@@ -41,7 +41,7 @@ class ConvertData(DataSection):
 
 @dataclass
 class ConversionSection:
-    """The parts that are replaced, and how they are fitted. Nothing here reads a label."""
+    """The parts to replace, and how to fit them. Nothing here reads labels."""
 
     budget: str | float | None = option(
         None,
@@ -99,7 +99,7 @@ class ConversionSection:
         return snnk_config(**named, parts=self.parts or [], modules_to_save=[], seed=seed)
 
     def check(self) -> list[str]:
-        """Return the faults of the parts; without any parts, `plan` takes its own candidates."""
+        """Return the faults of the parts; without any parts, `plan` uses its own candidates."""
         named = {name: getattr(self, name) for name in ("budget", "quality", "cache")}
         aims = [f"convert.{name} is {value}" for name, value in named.items() if value is not None]
         if len(aims) > 1:
@@ -143,7 +143,7 @@ class TimingSection:
 
 @dataclass
 class ConvertOutput(RunOutput):
-    """The run folder, and where the model is uploaded."""
+    """The run folder, and where to upload the model."""
 
     push_to_hub: str | None = option(None, "also upload bundle/ to this Hub repository, 'owner/model'")
     private: bool = option(False, "make that repository private")
@@ -181,7 +181,7 @@ class ConvertConfig:
                 for name, value in alone.items()
                 if value
             ]
-            # The columns of a file of texts are named by the same settings as those of a table.
+            # The same settings name the columns of a file of texts and those of a table.
             named = self.data.texts is not None and self.task != "table"
             data = replace(self.data, text=None, text_pair=None) if named else self.data
             faults += task_faults(self.task, data)

@@ -50,7 +50,7 @@ class Converting(Experiment[ConvertConfig]):
 
     @property
     def method(self) -> str:
-        """The parts, or the budget by which they are chosen."""
+        """The parts, or the budget that chooses them."""
         convert = self.config.convert
         return f"{convert.budget} of {convert.of}" if convert.budget is not None else " and ".join(convert.given)
 
@@ -60,19 +60,19 @@ class Converting(Experiment[ConvertConfig]):
         return f"{Path(self.config.model.name_or_path).name} converted, {self.method}"
 
     def data(self, accelerator: Any) -> Data:
-        """Load the examples for calibration and training, and those on which original and conversion are compared."""
+        """Load the examples for calibration and training, and those for comparing original and conversion."""
         config, task, seed = self.config, self.task, self.config.train.seed
         self.modality = modality = modality_of(task)
         self.teacher, self.reader = load_teacher(config.model.name_or_path, task)
         self.teacher.to(accelerator.device).requires_grad_(False)
         modality.check(self.teacher, self.reader, config.data)
-        # Without training, no more than the calibration reads.
+        # Without training, only what the calibration reads.
         limit = config.data.max_train_samples
         if not config.train.epochs:
             limit = min(most := config.convert.samples or SAMPLES, limit or most)
         texts = None if config.data.texts is None else read_texts(config.data)
         wanted = tuple(config.data.splits or task.validation_splits)
-        # One of two validation sets may be missing; the task allows that only without `splits`.
+        # One of two validation sets may be missing; the task accepts this only without `splits`.
         names = None if config.data.splits is None and len(wanted) > 1 else ["train", *wanted]
         rows = task.load(config.data.dir, splits=names, max_samples={"train": limit}, seed=seed)
         splits = evaluation_splits(task, rows, config.data.max_eval_samples, wanted)
@@ -91,7 +91,7 @@ class Converting(Experiment[ConvertConfig]):
             patched = restored(self.teacher, Path(config.output.dir), config.train.seed)
         else:
             accelerator.print("what each layer saves and costs is measured, and what is replaced is fitted")
-            # A copy, because the patched model shares its tensors, and training would change them.
+            # A copy, because the patched model shares its tensors and training would change them.
             pipeline = of_task(copy.deepcopy(self.teacher), data, config, accelerator)
             self.conversion = converted(pipeline, config)
             patched = self.conversion.model
@@ -103,7 +103,7 @@ class Converting(Experiment[ConvertConfig]):
         return Distilled(patched, self.teacher, config.train)
 
     def schedule(self, per_epoch: int) -> Schedule:
-        """Return a schedule of whole epochs, if any; the score of the conversion before training is logged first."""
+        """Return a schedule of whole epochs, if any; the conversion is scored before training."""
         train = self.config.train
         total = train.epochs * per_epoch
         named = {"epoch": per_epoch, "end": max(1, total)}
@@ -121,7 +121,7 @@ class Converting(Experiment[ConvertConfig]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Score by the labels, after writing the record of the conversion, which `--resume` does not repeat."""
+        """Score against the labels, after writing the record of the conversion, which `--resume` does not repeat."""
         if self.conversion is not None and accelerator.is_main_process:
             self.conversion.save(Path(self.config.output.dir))
             self.conversion = None
@@ -136,7 +136,7 @@ class Converting(Experiment[ConvertConfig]):
         pipeline = of_task(self.teacher, done.data, config, Alone(done.device))
         recovery = pipeline.recovered(small.float())
         small.to(stored)
-        # Measure the stored weights, in full precision like the original's.
+        # Measure the stored weights, in full precision as for the original.
         measured = copy.deepcopy(small).float()
         best: Mapping[str, Any] = done.best
         models, rows, alone = {"original": self.teacher, "converted": measured}, {}, Alone(done.device)
@@ -149,7 +149,7 @@ class Converting(Experiment[ConvertConfig]):
             logits[name] = {split: values[0] for split, values in found.items()}
             scores = task.summarize({split: task.compute(*values) for split, values in found.items()})
             if name == "converted" and recovery is not None:
-                best = {"score": scores["score"], "metrics": scores}  # of the stored model, after the steps
+                best = {"score": scores["score"], "metrics": scores}  # of the stored model, after training
             shown = {key: value for key, value in scores.items() if key.rpartition("/")[2] != "score"}
             rows[name] = {"parameters": _numbers(model), **shown}
         near = {split: _near(self.teacher, *(logits[name][split] for name in models)) for split in done.data.splits}
@@ -213,7 +213,7 @@ class Converting(Experiment[ConvertConfig]):
             super().curve(rows, file)
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """Return a table of both models; upload bundle/ if asked for, as all figures are written by now."""
+        """Return a table of both models, and upload bundle/ if requested: all figures are written by now."""
         columns = list(figures["models"]["original"])
         rows = [
             [name, *(f"{values[key]:.4g}" if isinstance(values[key], float) else f"{values[key]:,}" for key in columns)]
@@ -235,7 +235,7 @@ class Converting(Experiment[ConvertConfig]):
 
 
 def convert(request: Request) -> int:
-    """Convert as requested; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Convert as requested; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
 
     def work() -> int:
         config = load_config(ConvertConfig, request.file, request.overrides)

@@ -60,7 +60,7 @@ def convert_texts(config: ConvertConfig, resume: bool, overwrite: bool) -> None:
 
 
 def stages_of(config: ConvertConfig) -> tuple[Opened, Pipeline]:
-    """Read the model and its texts, and return the model with the pipeline that will convert it."""
+    """Read the model and its texts; return the model and the pipeline to convert it."""
     data, settings = config.data, config.convert
     given = config.model.name_or_path
     door = opened(given if is_sentence_encoder(given) else resolve_model(given))

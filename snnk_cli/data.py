@@ -31,7 +31,7 @@ class ExampleSet(ABC):
     """Examples that can be drawn in batches.
 
     Attributes:
-        lengths: tokens per example, used to group batches.
+        lengths: tokens per example, for grouping batches.
         labels: labels of all examples, or of all their words; ignored ones are negative.
         pairs: whether the examples are pairs of texts.
     """
@@ -68,7 +68,7 @@ class ExampleSet(ABC):
         """Return a digest of all tokens and labels: equal if and only if training would see the same data."""
 
     def plan(self, batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:
-        """Return the optimizer steps of one epoch, see `epoch_plan`; their number is `steps_per_epoch`."""
+        """Return the optimizer steps of one epoch (see `epoch_plan`); `steps_per_epoch` gives their number."""
         return epoch_plan(self.lengths, batch_size, train, epoch)
 
     def by_length(self, batch_size: int) -> Iterator[list[int]]:
@@ -79,7 +79,7 @@ class ExampleSet(ABC):
 
 
 class AroundExamples(ExampleSet):
-    """A wrapper around other examples that changes their batches and nothing else.
+    """A wrapper around other examples that changes only their batches.
 
     Args:
         examples: the wrapped examples.
@@ -147,7 +147,7 @@ def balanced_weights(labels: torch.Tensor, classes: int) -> torch.Tensor:
 class Examples(ExampleSet):
     """Tokenised sentences or sentence pairs with their labels, or words with one label each.
 
-    The label of a word is at its first token; the other tokens have `IGNORED`. Words beyond `max_length` are cut.
+    The label of a word is at its first token; other tokens have `IGNORED`. Words beyond `max_length` are dropped.
 
     Args:
         rows: a `datasets.Dataset` with the columns sentence1, optionally sentence2, and label; or words and label.
@@ -180,7 +180,7 @@ class Examples(ExampleSet):
     def batch(self, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """Return model inputs of the chosen examples: input_ids, attention_mask, ... (batch, longest).
 
-        Labels are (batch,), or (batch, longest) where words are labelled.
+        Labels are (batch,), or (batch, longest) if words are labelled.
         """
         inputs = self._tokens.batch(indices)
         if "labels" not in inputs:
@@ -200,7 +200,7 @@ def check_not_empty(rows: Sized) -> None:
 
 
 def digest(labels: bytes, columns: Iterable[tuple[str, Sequence[np.ndarray]]], dtype: type[np.integer[Any]]) -> str:
-    """Return the SHA-256 of the labels and of each column: name, lengths of its arrays, and their values as `dtype`."""
+    """Return the SHA-256 of the labels and each column: name, lengths of the arrays, and values as `dtype`."""
     found = hashlib.sha256(labels)
     for name, values in columns:
         found.update(name.encode())
@@ -262,15 +262,15 @@ def calibration_batches(
 ) -> list[dict[str, torch.Tensor]]:
     """Draw this process's share of `method.calibrate_samples`, or `count`, training examples as model inputs.
 
-    Batches `by_length` have less padding, but are no longer random samples.
+    Batches `by_length` have less padding, but are not random samples.
     """
     generator = torch.Generator().manual_seed(config.train.seed)
     count = config.method.calibrate_samples if count is None else count
     chosen = torch.randperm(len(examples), generator=generator)[:count].tolist()
     if by_length:
         chosen.sort(key=lambda index: examples.lengths[index])
-    # Whole batches are held out to choose the regularisation: at least eight batches, so that one is a small share,
-    # and at least one per process.
+    # Whole batches are held out to choose the regularisation, so use at least eight, to make one a small share, and
+    # at least one per process.
     size = min(config.train.eval_batch_size, max(1, len(chosen) // max(8, world)))
     starts = range(0, len(chosen), size)[rank::world]
     return [examples.batch(chosen[start : start + size], device) for start in starts]
@@ -279,7 +279,7 @@ def calibration_batches(
 def share(batch: Sequence[int], rank: int, world: int) -> tuple[list[int], int]:
     """Return this process's part of a batch, and how many of its examples count.
 
-    A process left without examples repeats the first one with weight 0, because every process must take part.
+    A process without examples repeats the first one with weight 0, because every process must take part.
     """
     mine = list(batch[rank::world])
     return (mine, len(mine)) if mine else ([batch[0]], 0)

@@ -81,7 +81,7 @@ def matrices_redrawn(matrices: Sequence[Projection], seed: int, number: int) -> 
     saved: list[tuple[Projection, str, torch.Tensor]] = []
     try:
         for matrix in matrices:
-            # Not the key that training draws with, which would repeat its draws.
+            # A different key from that of training, whose draws would otherwise be repeated.
             generator = site_generator(seed, f"evaluation:{matrix.site}", number)
             for name, drawn in matrix.draw_buffers(generator).items():
                 old = getattr(matrix, name)
@@ -148,7 +148,7 @@ def relative_deviation(outputs: np.ndarray) -> np.ndarray:
     if values.ndim != 2 or len(values) < 2:
         raise ConfigError(f"outputs have shape {values.shape}; expected (draws, examples) with at least 2 draws")
     deviation, mean = values.std(0, ddof=1), np.abs(values.mean(0))
-    # 0/0, draws that are all 0, is no deviation at all.
+    # 0/0 means that all draws are 0: no deviation.
     result = np.where(deviation > 0, np.inf, 0.0)
     np.divide(deviation, mean, out=result, where=mean > 0)
     return result
@@ -180,7 +180,7 @@ def inconsistency(labels: np.ndarray, classes: int) -> np.ndarray:
 
 
 def voting_accuracy(labels: np.ndarray, truth: np.ndarray, classes: int) -> float:
-    """Compute VA: the share of examples whose majority label is true.
+    """Compute VA: the share of examples whose majority label is correct.
 
     Args:
         labels: see `counts`.

@@ -38,7 +38,7 @@ def evaluation_splits(
 ) -> dict[str, Any]:
     """Return the splits to evaluate, each cut to its first `limit` rows.
 
-    Images are stored in folders by class, so evenly spaced rows are taken instead.
+    Images are stored in folders by class, so evenly spaced rows are used instead.
 
     Args:
         task: has one validation split, or two like MNLI.
@@ -58,11 +58,11 @@ def evaluation_splits(
 
 
 def held_back_rows(rows: Any, share: float, seed: int = 0) -> tuple[Any, Any]:
-    """Split rows into (rows to train on, rows to choose the epoch on), stratified by class where labels are classes.
+    """Split rows into (rows to train on, rows to choose the epoch on), stratified if labels are classes.
 
     Args:
         rows: a `datasets.Dataset` with the column label.
-        share: share that is held back.
+        share: share to hold back.
         seed: seed of the choice.
     """
     labels = rows["label"][:]
@@ -76,10 +76,10 @@ def held_back_rows(rows: Any, share: float, seed: int = 0) -> tuple[Any, Any]:
 
 
 def matched_threshold(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Find the threshold on the logit difference above which as many examples lie as belong to the second class.
+    """Find the threshold that as many logit differences exceed as there are examples of the second class.
 
-    The predicted rates of both classes are then right on these examples, whereas argmax neglects the rarer class. 0 if
-    all are of one class.
+    The predicted rates of both classes are then correct on these examples, whereas argmax neglects the rarer class. 0
+    if all are of one class.
 
     Args:
         logits: (n, 2).
@@ -100,10 +100,10 @@ def predict(
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return logits (n, classes) in fp32 and labels (n,) of all examples, on the CPU; None if `stopped` became true.
 
-    Where every word has a label: (n, longest, classes) and (n, longest), padded with zeros and `IGNORED`; for
-    multi-label tasks both (n, classes).
+    If every word has a label: (n, longest, classes) and (n, longest), padded with zeros and `IGNORED`; for multi-label
+    tasks both (n, classes).
 
-    With several processes, each takes a part of every batch and all receive the whole result.
+    With several processes, each handles part of every batch and all receive the whole result.
     """
     was_training = model.training
     model.eval()
@@ -154,7 +154,7 @@ def score(
 ) -> dict[str, float] | None:
     """Compute all metrics and "score"; for several splits their means, and each split's under "split/metric".
 
-    Returns None if `stopped` became true meanwhile.
+    Return None if `stopped` became true meanwhile.
     """
     results: dict[str, dict[str, float]] = {}
     for name, examples in splits.items():
@@ -176,9 +176,9 @@ def repeat_notes(task: Any, train: Any, splits: Mapping[str, Any], labelled: boo
     """Return notes about examples of `splits` that are also in `train`, and about examples with two labels.
 
     Args:
-        task: a task of texts or of images, which are compared by content.
-        train: the examples that are trained on.
-        splits: name -> the examples that are scored.
+        task: a task of texts or images, which are compared by content.
+        train: the training examples.
+        splits: name -> the scored examples.
         labelled: whether the labels of `train` are meaningful.
     """
     every = {"train": train, **splits}

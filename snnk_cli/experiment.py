@@ -54,10 +54,10 @@ class Schedule:
     """The length of a run and its learning rates.
 
     Args:
-        total: maximum number of optimizer steps; with 0 the model is scored without training.
+        total: maximum number of optimizer steps; 0 scores the model without training.
         eval_every: optimizer steps between evaluations.
         rate: learning rate of the next step, given the steps done and the position in the schedule; with a time budget,
-            the position may be ahead of the steps, as it follows the part of the budget that is spent.
+            the position may be ahead of the steps, as it follows the part of the budget already spent.
         budget_seconds: CPU time of training after which the run ends, or None for no limit.
         eval_first: also score the model before its first step, which may remain the best.
     """
@@ -144,7 +144,7 @@ class Experiment(ABC, Generic[Config]):
         leaves: names of files it writes into the run folder, besides those of `CONTENT` in run_folder.py.
         records: those of these files that a resumed run reads, which are written before the first checkpoint.
         task: computes the metrics; an experiment without one replaces `score`.
-        fit_seconds: seconds that `model` spent on fitting without training.
+        fit_seconds: seconds that `model` spent fitting, without training.
     """
 
     settings: type[Config]
@@ -162,7 +162,7 @@ class Experiment(ABC, Generic[Config]):
     @property
     @abstractmethod
     def method(self) -> str:
-        """Short name of the method that is compared."""
+        """Short name of the method."""
 
     @property
     def title(self) -> str:
@@ -175,12 +175,12 @@ class Experiment(ABC, Generic[Config]):
 
     @abstractmethod
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """Build the model, with requires_grad set on what is trained; torch's generator has been seeded.
+        """Build the model, with requires_grad set on what is trained; torch's generator is already seeded.
 
         Args:
             data: data to fit on before training.
             accelerator: accelerator of this process.
-            resumed: a checkpoint will be loaded into the model, so that it need not be fitted.
+            resumed: a checkpoint will be loaded into the model, so it need not be fitted.
         """
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -207,20 +207,20 @@ class Experiment(ABC, Generic[Config]):
     ) -> dict[str, Any] | None:
         """Set what is determined after training, such as a threshold, in the chosen model.
 
-        Returns entries of metrics.json, or None if `stopped()` became true meanwhile.
+        Return entries of metrics.json, or None if `stopped()` became true meanwhile.
         """
         return {}
 
     @abstractmethod
     def report(self, done: Finished) -> dict[str, Any]:
-        """Write the results of the run; returns entries of metrics.json besides those that every run has."""
+        """Write the results of the run; return the entries of metrics.json besides those that every run has."""
 
     def curve(self, rows: list[dict[str, Any]], file: Path) -> None:
         """Draw the learning curve from the rows of log.jsonl."""
         learning_curve(rows, file, self.title)
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
-        """Return the last lines for the terminal; `figures` are those that `report` returned."""
+        """Return the last lines for the terminal; `figures` come from `report`."""
         return f"best score {done.best['score']:.4f} at step {done.best['step']}; everything is in {done.folder}"
 
 
@@ -262,12 +262,12 @@ def learning_rate(name: str, peak: float, warmup: int, total: int, **options: fl
     """
     # The scheduler needs an optimizer; only its function of the step is used.
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=peak)
-    # The decay begins after the warm-up, even where the run is too short to get there.
+    # The decay begins after the warm-up, even if the run is too short to reach it.
     factor = get_scheduler(name, optimizer, warmup, max(total, warmup + 1), options or None).lr_lambdas[0]
 
     def rate(step: int, position: float) -> float:
-        # transformers' first step has rate 0. Here the first step learns, and the last one of the warm-up has the full
-        # rate; the inverse root counts from 1 throughout, as in Long Range Arena.
+        # In transformers, the first step has rate 0. Here the first step learns, and the last one of the warm-up has
+        # the full rate; the inverse root counts from 1 throughout, as in Long Range Arena.
         return peak * factor(step + 1 if step < warmup or name == "inverse_sqrt" else position)
 
     return rate

@@ -43,14 +43,14 @@ def export_model(
     written: list[Path],
     **options: bool,
 ) -> int:
-    """Load, export, score, write; returns the exit code (0 done, 2 a package is missing).
+    """Load, export, score and write; return the exit code (0 done, 2 a package is missing).
 
     Args:
         name: name of the folder, or of the model on the Hub.
         overrides: settings of task and data.
         format: a key of `SUFFIXES`.
-        output: the file; None for one in the folder, or in the current one if the model is on the Hub.
-        written: list to which the file is appended.
+        output: the file; None for one in the model's folder, or in the current one if the model is on the Hub.
+        written: list that the file is appended to.
         options: `int8`, `cache` and `overwrite` of `snnk_peft.export`.
     """
     quiet()
@@ -102,11 +102,11 @@ def _export_to(target: Path, folder: Path, overrides: list[str], format: str, op
 
 
 def sentences(model: Any, folder: Path) -> list[dict[str, Any]] | None:
-    """Tokenise sentences that come with every Python, so that the export sees the inputs a tokenizer makes.
+    """Tokenise sentences that come with every Python, so that the export sees real tokenizer output.
 
     Args:
         model: the model that is exported.
-        folder: folder of its tokenizer; without one, and for models that do not read text, the result is None.
+        folder: folder of its tokenizer; the result is None without one, and for models that do not read text.
     """
     if model.main_input_name != "input_ids" or not Texts().has_reader(folder):
         return None

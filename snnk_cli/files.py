@@ -37,16 +37,16 @@ _REMEDIES = {
     errno.EROFS: _CLOSED,
     errno.ENOTDIR: "a part of this path is a file; expected folders",
 }
-# safetensors gives the system's error number only in its message.
+# safetensors gives the system error number only in its message.
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class FileError(ConfigError):
-    """A file or folder that cannot be read or written: says which, why, and what to do."""
+    """A file or folder that cannot be read or written; says which, why, and what to do."""
 
 
 def file_fault(error: BaseException, path: Path | None = None) -> str | None:
-    """Describe a system error for people; None if the error is about something else.
+    """Describe a system error for users; None if the error is about something else.
 
     Args:
         error: an exception, for example an OSError.
@@ -63,7 +63,7 @@ def file_fault(error: BaseException, path: Path | None = None) -> str | None:
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse, before any work is done, a folder that cannot be created or written to."""
+    """Reject a folder that cannot be created or written to, before any work is done."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         inside = "" if there == folder else f", but {there} is a file"
@@ -86,9 +86,9 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`, for a file or a folder that replaces `path` at the end.
+    """Yield a temporary name next to `path`, for a file or folder that replaces `path` at the end.
 
-    If something fails before that, it is removed and `path` is unchanged.
+    If anything fails before that, it is removed and `path` is unchanged.
     """
     temporary = temporary_name(path)
     with writing(path):
@@ -101,7 +101,7 @@ def replacing(path: Path) -> Iterator[Path]:
             os.replace(temporary, path)
         except BaseException as error:
             remove(temporary)
-            # A package's error names the temporary path, which means nothing to people.
+            # A package's error names the temporary path, which means nothing to users.
             refused = error.__cause__ if isinstance(error, ConfigError) and str(temporary) in str(error) else None
             if refused is not None and (fault := file_fault(refused, path)) is not None:
                 raise FileError(fault) from error
@@ -118,7 +118,7 @@ def remove(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return the name under which this process prepares `path`: beside it, hidden."""
+    """Return the hidden name next to `path` under which this process prepares it."""
     return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
 
 
@@ -145,7 +145,7 @@ def _is_alive(process: int) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # somebody else's
+        pass  # another user's process
     return True
 
 
@@ -159,7 +159,7 @@ def sha256(path: Path) -> str:
 
 
 def flush(path: Path) -> None:
-    """Wait until the file, or the folder's list of names, is on disk."""
+    """Wait until the file, or the folder's list of entries, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -174,7 +174,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write indented JSON with `write_text`; NaN is refused, because JSON has none."""
+    """Write indented JSON with `write_text`; NaN is rejected, because JSON has none."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
@@ -203,7 +203,7 @@ STOPPED = 128 + signal.SIGINT
 
 
 def guarded(work: Callable[[], int | None]) -> int:
-    """Run the work of a recipe; returns its exit code.
+    """Run the work of a recipe; return its exit code.
 
     Input errors and system errors (files, folders, a full disk) are reported on stderr, with code 2; Ctrl-C gives 130.
     Any other exception is a bug and keeps its traceback.

@@ -19,7 +19,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
         private: make a new repository private.
 
     Raises:
-        ConfigError: the Hub refused it or cannot be reached; the folder is unchanged.
+        ConfigError: the Hub rejected it or cannot be reached; the folder is unchanged.
     """
     api = HfApi()
     try:

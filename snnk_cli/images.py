@@ -32,7 +32,7 @@ from snnk_peft.tasks.base_image import UnreadableImageError, converted
 
 _LOG_RATIOS = math.log(3 / 4), math.log(4 / 3)
 _TRIES = 10
-_LOOKED_AT = 20_000  # images of a set that are decoded to name all unreadable ones: a minute or two
+_LOOKED_AT = 20_000  # images decoded to name all unreadable ones of a set, which takes a minute or two
 
 
 class ImageExamples(ExampleSet):
@@ -45,7 +45,7 @@ class ImageExamples(ExampleSet):
         classes: number of classes.
         augmentation: augmentation of a training set; None for evaluation.
         workers: worker processes that prepare batches; 0 prepares them in this one.
-        max_unreadable: largest number of unreadable images that is not an error.
+        max_unreadable: maximum number of unreadable images; more are an error.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ImageExamples(ExampleSet):
             images.append(image)
         blank = next((image for image in images if image is not None), None)
         if blank is None:
-            # A batch without a readable image still has the shape of one.
+            # A batch without readable images still has the shape of a batch.
             shape = len(indices), self._channels, *input_size(self._processor)
             return {"pixel_values": torch.zeros(shape), "labels": torch.from_numpy(labels)}
         pixels = self._pixels([blank if image is None else image for image in images])
@@ -140,7 +140,7 @@ class ImageExamples(ExampleSet):
     def _changed(
         self, index: int, augmentation: Augmentation, rng: np.random.Generator, faults: dict[int, str]
     ) -> tuple[np.ndarray, int]:
-        """Return augmented pixels and label of a training example, or of the next one that can be read."""
+        """Return augmented pixels and label of a training example, or of the next readable one."""
         for step in range(len(self)):
             found = (index + step) % len(self)
             image = self._read(found, faults)
@@ -173,7 +173,7 @@ class ImageExamples(ExampleSet):
                 print(f"note: left out: {message}")
         if len(self.unreadable) > self._limit:
             found, looked_at = dict(self.unreadable), min(len(self), _LOOKED_AT)
-            for index in range(looked_at):  # all at once, so that one round of fixing is enough
+            for index in range(looked_at):  # all at once, so that one round of fixes is enough
                 if index not in found:
                     self._read(index, found)
             of = "" if looked_at == len(self) else f" (the first {looked_at:,} of {len(self):,} were looked at)"
@@ -241,7 +241,7 @@ class Augmentation:
         return np.random.default_rng((self.seed, epoch, index))
 
     def picture(self, image: Image.Image, rng: np.random.Generator) -> Image.Image:
-        """Augment one image; a cropped one gets (height, width) `size`, any other keeps its own."""
+        """Augment one image; a cropped one gets (height, width) `size`, others keep their own."""
         settings = self.settings
         if settings.crop_scale is not None:
             box = crop_box(image.size, settings.crop_scale, rng)
@@ -255,7 +255,7 @@ class Augmentation:
 
     @property
     def mixes(self) -> bool:
-        """Whether examples are mixed (mixup or cutmix)."""
+        """True if examples are mixed (mixup or cutmix)."""
         return self.settings.mixup > 0 or self.settings.cutmix > 0
 
     def mixed(
@@ -270,7 +270,7 @@ class Augmentation:
             other: example number -> its pixels and label.
         """
         settings = self.settings
-        # With both on, one is drawn; the share follows its Beta distribution.
+        # With both on, one is drawn, and the share follows its Beta distribution.
         cut = settings.cutmix > 0 and (settings.mixup == 0 or rng.random() < 0.5)
         alpha = settings.cutmix if cut else settings.mixup
         share = float(rng.beta(alpha, alpha))
@@ -287,7 +287,7 @@ class Augmentation:
 def crop_box(size: tuple[int, int], smallest: float, rng: np.random.Generator) -> tuple[int, int, int, int]:
     """Draw a rectangle of `smallest` to all of the area and aspect ratio 3/4 to 4/3: (left, top, right, bottom).
 
-    After ten draws that do not fit, it is the largest central one with a ratio in that range (Szegedy et al. 2015).
+    After ten draws that do not fit, use the largest central one with a ratio in that range (Szegedy et al. 2015).
     """
     width, height = size
     for _ in range(_TRIES):

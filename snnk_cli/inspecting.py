@@ -29,7 +29,7 @@ RESULTS = ("metrics.json", "evaluation.json")
 
 
 def show_cost(model: str, config: Path | None, given: Mapping[str, Any]) -> CostReport:
-    """Print a table of what a model costs with several methods.
+    """Print a table of a model's cost with several methods.
 
     Args:
         model: a folder, a config.json or a name on the Hub; only the config is read.
@@ -61,10 +61,10 @@ def check_model(model: str) -> dict[str, Any]:
 
 
 def describe_model(model: str) -> dict[str, Any]:
-    """Print and return the content of a folder or of a model on the Hub.
+    """Print and return the content of a folder or a model on the Hub.
 
     Raises:
-        ConfigError: the folder holds no run, adapter or model.
+        ConfigError: the folder contains no run, adapter or model.
     """
     folder = local_folder(model)
     found: dict[str, Any] = {"model": model}

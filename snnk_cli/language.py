@@ -40,49 +40,49 @@ from snnk_peft.tasks.texts import read_texts
 
 PIECE = 512  # tokens of a forward pass
 PASSAGE, KNOWN, PASSAGES = 64, 16, 4
-DEPTHS = (0.1, 0.4, 0.6, 0.9)  # where the number stands
+DEPTHS = (0.1, 0.4, 0.6, 0.9)  # relative position of the number
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 KEY = "The pass key is {0}. Remember it. {0} is the pass key. "
 QUESTION = "What is the pass key? The pass key is"
-STEPS = 10  # tokens that are timed
+STEPS = 10  # timed tokens
 KINDS = ("perplexity", "copied", "passkey")
 
 
 class Read:
-    """A model with the cache that its users have."""
+    """A model read through the cache that its users get."""
 
     def __init__(self, model: Any):
         self.model = model
         self.device = next(model.parameters()).device
 
     def cache(self) -> Any:
-        """An empty one."""
+        """Create an empty cache."""
         linear = any(hasattr(module, "snnk_kernel") for module in self.model.modules())
         return RecurrentCache(self.model) if linear else DynamicCache(config=self.model.config)
 
     @torch.inference_mode()
     def logits(self, ids: Tensor) -> Iterator[Tensor]:
-        """Of the next token behind each of `ids` (L,), piece by piece: (n, vocabulary)."""
+        """Yield next-token logits for `ids` (L,), piece by piece: (n, vocabulary)."""
         cache = self.cache()
         for piece in ids.to(self.device).split(PIECE):
             yield self.model(input_ids=piece[None], past_key_values=cache).logits[0]
 
     def losses(self, ids: Tensor) -> Tensor:
-        """Nats of each token but the first: (L − 1,)."""
+        """Return the loss of each token but the first, in nats: (L − 1,)."""
         wanted, found = ids[1:].to(self.device).split(PIECE), []
         for logits, tokens in zip(self.logits(ids), wanted, strict=False):
             found.append(nn.functional.cross_entropy(logits[: len(tokens)].float(), tokens, reduction="none").cpu())
         return torch.cat(found)
 
     def copied(self, ids: Tensor) -> float:
-        """The share of the last tokens that are the most likely ones."""
+        """Return the share of the last tokens of the passage that are predicted as most likely."""
         likely = torch.cat([logits.argmax(-1).cpu() for logits in self.logits(ids)])
         count = PASSAGE - KNOWN
         return float((likely[-count - 1 : -1] == ids[-count:]).float().mean())
 
     @torch.inference_mode()
     def written(self, ids: Tensor, count: int) -> list[int]:
-        """The most likely tokens behind `ids`."""
+        """Return the `count` most likely tokens after `ids`, decoded greedily."""
         cache, found = self.cache(), []
         for piece in ids.to(self.device).split(PIECE):
             likely = self.model(input_ids=piece[None], past_key_values=cache, logits_to_keep=1).logits[0, -1].argmax()
@@ -94,7 +94,7 @@ class Read:
 
     @torch.inference_mode()
     def decoding(self, ids: Tensor, repetitions: int = STEPS) -> tuple[int, float]:
-        """Bytes of the cache behind the tokens, and milliseconds of each further one."""
+        """Return the bytes of the cache after the tokens, and the milliseconds per further token."""
         cache, ids = self.cache(), ids.to(self.device)
         for piece in ids.split(PIECE):
             self.model(input_ids=piece[None], past_key_values=cache, logits_to_keep=1)
@@ -107,24 +107,24 @@ class Read:
 
 
 def bytes_of(cache: Any) -> int:
-    """Of all layers."""
+    """Return the bytes of the cache over all layers."""
     return sum(getattr(layer, "nbytes", None) or layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def recalled(ids: Tensor, first: int, between: int) -> Tensor:
-    """A passage of `ids`, other text, the passage again."""
+    """Return a passage of `ids`, other text, and the passage again."""
     passage, other = ids[first : first + PASSAGE], ids[first + PASSAGE : first + PASSAGE + between]
     return torch.cat((ids[:1], passage, other, passage))
 
 
 def copying(read: Read, ids: Tensor, between: int) -> float:
-    """The mean over passages throughout `ids`."""
+    """Return the mean copied share over passages spread over `ids`."""
     step = max(1, (len(ids) - PASSAGE - between) // PASSAGES)
     return statistics.fmean(read.copied(recalled(ids, number * step, between)) for number in range(PASSAGES))
 
 
 def told(tokenizer: Any, tokens: int, depth: float, key: int) -> Tensor:
-    """Text of about so many tokens in which a number stands at a depth, and a question for it."""
+    """Return a text of about `tokens` tokens with a number at a relative depth, and a question about it."""
 
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -136,7 +136,7 @@ def told(tokenizer: Any, tokens: int, depth: float, key: int) -> Tensor:
 
 
 def passkeys(read: Read, tokenizer: Any, tokens: int) -> float:
-    """How often the number is told."""
+    """Return the share of texts for which the model gives the number."""
     right = 0
     for number, depth in enumerate(DEPTHS):
         key = 10_000 + 17_041 * (number + 1)
@@ -146,18 +146,18 @@ def passkeys(read: Read, tokenizer: Any, tokens: int) -> float:
 
 
 def begin(tokenizer: Any) -> list[int]:
-    """What texts begin with."""
+    """Return the tokens that a text begins with."""
     return [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
 
 
 def strung(tokenizer: Any, texts: Sequence[str]) -> Tensor:
-    """Texts one after the other: (tokens,)."""
+    """Return the concatenated texts, (tokens,)."""
     parts = (begin(tokenizer) + list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
     return torch.tensor([token for part in parts for token in part])
 
 
 def doubling(least: int, most: int) -> list[int]:
-    """`least` and its doubles below `most`."""
+    """Return `least`, doubled repeatedly, while below `most`."""
     found = []
     while least < most:
         found.append(least)
@@ -168,17 +168,17 @@ def doubling(least: int, most: int) -> list[int]:
 def score_language(
     folder: Path, texts: Path, overrides: list[str], output: Path | None, results: list[dict[str, Any]] | None = None
 ) -> int:
-    """Score a causal language model, and another one beside it; returns the exit code, 0.
+    """Score a causal language model, and optionally another one with it; return the exit code, 0.
 
     Args:
-        folder: of the model and its tokenizer.
+        folder: folder of the model and its tokenizer.
         texts: a .txt file, which is one text, or a table (.csv, .tsv, .jsonl, .parquet).
-        overrides: settings of the command line, see LanguageConfig.
-        output: file of the result, beside which a picture is drawn; or None for none.
-        results: takes the result.
+        overrides: settings from the command line, see LanguageConfig.
+        output: file of the result, next to which a plot is drawn; None for neither.
+        results: list that the result is appended to.
 
     Raises:
-        ConfigError: no causal model, no text, or too little of it.
+        ConfigError: not a causal model, no text, or too little text.
     """
     quiet()
     config = load_config(LanguageConfig, None, overrides)
@@ -218,7 +218,7 @@ def score_language(
 
 
 def _loaded(folder: Path) -> tuple[Any, Any]:
-    """A causal language model and its tokenizer; ConfigError for any other."""
+    """Load a causal language model and its tokenizer; ConfigError for any other model."""
     try:
         given: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -266,7 +266,7 @@ def _scored(read: Read, tokenizer: Any, ids: Tensor, length: int, name: str) -> 
 
 
 def _perplexity(losses: Sequence[Tensor], start: int, end: int) -> float:
-    """Of the tokens at positions start to end − 1; the first one of a text is not predicted."""
+    """Return the perplexity of the tokens at positions start to end − 1; a text's first token is not predicted."""
     return math.exp(float(torch.stack(list(losses))[:, max(0, start - 1) : end - 1].mean()))
 
 
@@ -284,7 +284,7 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw(rows: Sequence[dict[str, Any]], file: Path) -> None:
-    """Perplexity, copying and passkeys over the position or distance, a line per model."""
+    """Plot perplexity, copying and passkeys over position or distance, one line per model."""
     figure, panels = make_axes(1, 3, size=(13, 4))
     for panel, kind in zip(panels, KINDS, strict=True):
         for row in rows:

@@ -49,7 +49,7 @@ from snnk_peft.errors import ConfigError
 
 
 def launch(recipe: type[Experiment[Any]], description: str | None, argv: list[str] | None) -> int:
-    """Read settings from the command line and run; returns the exit code of `perform`.
+    """Read settings from the command line and run; return the exit code of `perform`.
 
     Args:
         recipe: the experiment.
@@ -60,16 +60,16 @@ def launch(recipe: type[Experiment[Any]], description: str | None, argv: list[st
 
 
 def train(recipe: type[Experiment[Any]], request: Request) -> int:
-    """Run an experiment with the settings that the command line names; returns the exit code of `perform`."""
+    """Run an experiment with the settings named on the command line; return the exit code of `perform`."""
     return perform(lambda: recipe(load_config(recipe.settings, request.file, request.overrides)), request)
 
 
 def perform(prepare: Callable[[], Experiment[Any]], request: Request) -> int:
-    """Run an experiment; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped).
+    """Run an experiment; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped).
 
     Args:
         prepare: creates the experiment; raises a ConfigError if the settings are wrong.
-        request: the request of the command line.
+        request: the request from the command line.
     """
     quiet()
 
@@ -102,7 +102,7 @@ def perform(prepare: Callable[[], Experiment[Any]], request: Request) -> int:
 
 
 def run(experiment: Experiment[Any], request: Request) -> int:
-    """Train, evaluate, report; returns the exit code (0 done, 1 diverged, 130 or 143 stopped and saved).
+    """Train, evaluate and report; return the exit code (0 done, 1 diverged, 130 or 143 stopped and saved).
 
     Raises:
         ConfigError: the run folder is in use or does not fit the settings, the data or the model; nothing was changed.
@@ -142,10 +142,10 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
     counts = parameter_counts(bare)
     plain_optimizer = experiment.optimizer(bare)
     model, optimizer = prepare(accelerator, bare, plain_optimizer)
-    # From here on only dropout draws random numbers, differently in every process.
+    # From here on, only dropout draws random numbers, differently in each process.
     set_seed(train.seed + 1 + accelerator.process_index)
 
-    # --- where we are ------------------------------------------------------------------------------------------------
+    # --- position ----------------------------------------------------------------------------------------------------
     per_epoch = steps_per_epoch(len(data.train), train.batch_size * world, train.gradient_accumulation)
     schedule = experiment.schedule(per_epoch)
     state = RunState() if start is None else _restore(start, bare, plain_optimizer, identity, accelerator, train)
@@ -203,7 +203,7 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
     if settled is None or test is None:
         print(f"{stop.name}: training is done, the test is not; continue with:\n  {request.command}")
         return stop.exit_code
-    if is_sharded(bare):  # saving and folding need whole tensors: build the model again, unsharded
+    if is_sharded(bare):  # saving and folding need full tensors: build the model again, unsharded
         set_seed(train.seed)
         best = experiment.model(data, accelerator, resumed=True).to(accelerator.device).eval()
         load_model(folder / "checkpoints" / f"step-{state.best['step']:07d}", best)
@@ -215,7 +215,7 @@ def _run(experiment: Experiment[Any], request: Request, accelerator: Accelerator
         )
         figures = experiment.report(done)
         experiment.curve(read_log(folder / "log.jsonl"), folder / "learning_curve.png")
-        # The presence of metrics.json means that the run is complete.
+        # The presence of metrics.json marks the run as complete.
         common = _common_figures(experiment, done, schedule.total, memory)
         write_json(folder / REPORT, {**common, **figures, **settled, "environment": environment(ROOT)})
         print(experiment.summary(done, figures))

@@ -31,11 +31,11 @@ _to_the_end: dict[Path, contextlib.ExitStack] = {}
 
 @contextlib.contextmanager
 def alone(path: Path, setting: str = "--output") -> Iterator[None]:
-    """Hold an exclusive lock on `path` inside the context; system errors there become errors that name a path.
+    """Hold an exclusive lock on `path` in a context; system errors there become errors that name a path.
 
     Args:
-        path: a file or a folder, which need not exist.
-        setting: the setting with which the user chooses another path.
+        path: a file or folder, which need not exist.
+        setting: the setting by which users choose another path.
 
     Raises:
         ConfigError: another process holds it; nothing was changed.
@@ -54,11 +54,11 @@ def alone(path: Path, setting: str = "--output") -> Iterator[None]:
         finally:
             if os.getpid() == process:
                 with contextlib.suppress(OSError):
-                    file.unlink()  # while it is held, so nobody else can have it
+                    file.unlink()  # while it is held, so that no one else can have it
                 del _held[handle]
                 os.close(handle)
     finally:
-        for folder in made:  # if they stayed empty
+        for folder in made:  # if still empty
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -85,7 +85,7 @@ def _taken(file: Path, path: Path, setting: str) -> int:
             if os.path.samestat(os.fstat(handle), file.stat()):
                 break
         except FileNotFoundError:
-            pass  # its holder ended between the two lines, and removed it
+            pass  # its holder ended between these two lines, and removed it
         except BlockingIOError:
             holder = os.pread(handle, 4096, 0)
             os.close(handle)
@@ -102,7 +102,7 @@ def _taken(file: Path, path: Path, setting: str) -> int:
             break
         os.close(handle)
     told = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    with contextlib.suppress(OSError):  # the disk is full: the first file written will report it
+    with contextlib.suppress(OSError):  # a full disk is reported by the first file written
         os.ftruncate(handle, 0)
         os.pwrite(handle, json.dumps(told).encode(), 0)
     return handle
@@ -112,7 +112,7 @@ def _refusal(holder: bytes, path: Path, setting: str) -> str:
     try:
         told = json.loads(holder)
         who = f"process {told['process']} on {told['host']}, since {told['since']}"
-    except (ValueError, KeyError, TypeError):  # it has only just begun
+    except (ValueError, KeyError, TypeError):  # the holder has only just started
         who = "another process"
     return (
         f"{path} is being written by {who}; wait until it has ended (its lock ends with it), stop it, or choose "
@@ -122,7 +122,7 @@ def _refusal(holder: bytes, path: Path, setting: str) -> str:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Name the path of a system error that lacks it, such as that of a full disk."""
+    """Add the path to a system error without one, such as that of a full disk."""
     try:
         yield
     except (OSError, SafetensorError) as error:

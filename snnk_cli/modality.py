@@ -32,7 +32,7 @@ class Modality(ABC):
     """A kind of examples.
 
     Attributes:
-        files: file names by which a saved reader is recognised in a folder.
+        files: names of files that identify a saved reader in a folder.
     """
 
     files: tuple[str, ...]
@@ -60,7 +60,7 @@ class Modality(ABC):
         """Raise a ConfigError if the model cannot read such examples."""
 
     def has_reader(self, folder: Path) -> bool:
-        """Return whether `folder` holds a saved reader."""
+        """Return True if `folder` contains a saved reader."""
         return any((folder / name).is_file() for name in self.files)
 
 
@@ -96,7 +96,7 @@ class Images(Modality):
         return AutoModelForImageClassification
 
     def reader(self, folder: str, task: Any) -> Any:
-        """Load the image processor, with Pillow, because nothing else needs torchvision."""
+        """Load the image processor, with Pillow: nothing else needs torchvision."""
         try:
             return AutoImageProcessor.from_pretrained(folder, backend="pil")
         except (OSError, ValueError, ImportError) as error:
@@ -122,7 +122,7 @@ class Images(Modality):
         )
 
     def check(self, model: PreTrainedModel, reader: Any, data: DataSection) -> None:
-        """Check that size and channels are those of the model."""
+        """Check that size and channels match the model."""
         wanted = getattr(model.config, "image_size", None), getattr(model.config, "num_channels", None)
         size = wanted[0] if not isinstance(wanted[0], int) else (wanted[0], wanted[0])
         if size is not None and tuple(size) != input_size(reader):
@@ -147,18 +147,18 @@ def modality_of(task: Any) -> Modality:
 
 
 def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in `folder` or on the Hub; for a task that labels words, one that takes words."""
+    """Load the tokenizer in `folder` or on the Hub; for a task that labels words, one that accepts words."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ConfigError(f"no tokenizer could be read from {folder!r}{nowhere(folder)}: {error}") from error
     if tokenizer.pad_token is None and tokenizer.eos_token is not None:
-        tokenizer.pad_token = tokenizer.eos_token  # usual for decoders without a padding token
+        tokenizer.pad_token = tokenizer.eos_token  # common for decoders without a padding token
     if task is None or not task.tokens:
         return tokenizer
     if not tokenizer.is_fast:
         raise ConfigError(f"the tokenizer in {folder!r} does not say which word a token is from; expected a fast one")
-    # Byte-level ones make the space before a word part of its token, and a word alone has none.
+    # Byte-level tokenizers make the space before a word part of its token; a separate word has none.
     alone = "ByteLevel" in str(tokenizer.backend_tokenizer.pre_tokenizer)
     return (
         AutoTokenizer.from_pretrained(folder, add_prefix_space=True, pad_token=tokenizer.pad_token)
@@ -168,14 +168,14 @@ def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
 
 
 def nowhere(folder: str) -> str:
-    """Return a remark for messages if there is no such folder."""
+    """Return a remark, for messages, if there is no such folder."""
     return (
         "" if Path(folder).is_dir() else f" (there is no such folder in {Path.cwd()}, so it was taken for a Hub name)"
     )
 
 
 def check_length(model: PreTrainedModel, max_length: int) -> None:
-    """Raise a ConfigError if `max_length` tokens are more than the model has positions."""
+    """Raise a ConfigError if `max_length` exceeds the model's number of positions."""
     room = positions(model)
     if room is not None and max_length > room:
         raise ConfigError(
@@ -185,9 +185,9 @@ def check_length(model: PreTrainedModel, max_length: int) -> None:
 
 
 def positions(model: torch.nn.Module) -> int | None:
-    """Return how many tokens a model with a position table can read; None if it computes its positions."""
+    """Return the number of tokens that a model with a position table can read; None if positions are computed."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding) and name.rpartition(".")[2] in ("position_embeddings", "wpe"):
-            # RoBERTa and its relatives count from the row after that of the padding token.
+            # RoBERTa and its relatives count from the row after the padding token's.
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
     return None

@@ -28,9 +28,9 @@ from snnk_peft.solvers.reduce import process
 from snnk_peft.tuner.slot_layer import SlotLayer, root_of
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-HEAD_FILE = "snnk_head.json"  # beside an adapter trained with a wide head: the states that the head reads
+HEAD_FILE = "snnk_head.json"  # with an adapter trained with a wide head: the states that the head reads
 _POOLER = re.compile(r"(^|\.)pooler\.")
-# A pooler that a part puts before a classifier does not belong to it.
+# A pooler that a part adds before a classifier does not belong to the classifier.
 _HEAD = re.compile(r"(^|\.)(classifier|score|pre_classifier|snnk_head)\.(?!(.*\.)?snnk_slots\.[^.]+\.\d+\.layer\.)")
 
 
@@ -75,7 +75,7 @@ def _model_folder(name_or_path: str, asked_by: str) -> str:
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         if (folder / "adapter_config.json").is_file():
-            # transformers would load its base model with the adapter in it, and a second one would be trained on top.
+            # transformers would load the base model with this adapter, and a second one would be trained on top.
             raise ConfigError(
                 f"{asked_by} is {name_or_path}: an adapter; expected a model: give the adapter's base model, or a "
                 "bundle of it (recipes/bundle.py)"
@@ -94,10 +94,10 @@ def _model_folder(name_or_path: str, asked_by: str) -> str:
 
 
 def name_padding(model: PreTrainedModel, folder: str) -> None:
-    """Set the tokenizer's padding token in a config that names none, for a sequence classifier that needs it.
+    """Set the tokenizer's padding token in the config of a sequence classifier that needs but lacks one.
 
     Args:
-        model: a classifier; those that are not of texts are left alone.
+        model: a classifier; left unchanged if it does not read text.
         folder: folder of the model, or a name on the Hub.
 
     Raises:
@@ -117,7 +117,7 @@ def name_padding(model: PreTrainedModel, folder: str) -> None:
 
 
 def trained_on_means(folder: str) -> bool:
-    """Return whether a checkpoint declares mean pooling of its text vectors, as sentence-transformers writes it.
+    """Return True if a checkpoint declares mean pooling of its text vectors, as sentence-transformers does.
 
     Args:
         folder: folder of the model, or its name on the Hub.
@@ -125,18 +125,18 @@ def trained_on_means(folder: str) -> bool:
     steps = _json_of(folder, "modules.json") or []
     pooling = next((step["path"] for step in steps if step.get("type", "").endswith(".Pooling")), None)
     said = None if pooling is None else _json_of(folder, f"{pooling}/config.json")
-    # A string since sentence-transformers 5.2, one flag per mode before.
+    # A string since sentence-transformers 5.2; before, one flag per mode.
     return said is not None and (said.get("pooling_mode") == "mean" or said.get("pooling_mode_mean_tokens") is True)
 
 
 def _json_of(folder: str, name: str) -> Any:
-    """Return the JSON of a file beside a model, or None if there is no file of this name."""
+    """Return the JSON of a file next to a model, or None if there is no file of this name."""
     found = cached_file(folder, name, _raise_exceptions_for_missing_entries=False)
     return None if found is None else read_json(Path(found))
 
 
 def _task_type(model: PreTrainedModel) -> str | None:
-    """Return PEFT's task type of the model; it has none for images."""
+    """Return PEFT's task type for the model; there is none for images."""
     name = type(model).__name__
     return "TOKEN_CLS" if "ForTokenClassification" in name else "SEQ_CLS" if "ForSequence" in name else None
 
@@ -149,11 +149,11 @@ def load_pretrained(
     Args:
         folder: folder of the model, or a name on the Hub.
         task: determines the class of the model and its labels.
-        pretrained: False reads only the configuration; the weights are random.
+        pretrained: False reads only the configuration; weights are random.
         **arguments: arguments of the configuration and the model.
     """
 
-    # A regression has no class names; transformers' own placeholder stays.
+    # A regression has no class names; keep transformers' placeholder.
     names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
     known = {"num_labels": task.num_labels, "problem_type": task.problem_type, **names, **arguments}
     auto_class = modality_of(task).auto_class(task)
@@ -166,7 +166,7 @@ def load_pretrained(
             folder,
             **known,
             dtype=torch.float32,
-            # An image classifier's published head has as many rows as its own classes.
+            # The published head of an image classifier has one row per class of its own.
             ignore_mismatched_sizes=task.modality == "image",
             output_loading_info=True,
         )
@@ -237,12 +237,12 @@ def build_model(
         return base
     if method.name in PEFT_BASELINES:
         task_type = _task_type(base)
-        # For the task types that PEFT knows, it saves the head by itself.
+        # PEFT saves the head by itself for the task types it knows.
         peft_knows = task_type is not None and not hasattr(base, "snnk_head")
         saved = [*([] if peft_knows else _heads(base)), *(["pooler"] if train_pooler else [])]
         return with_baseline(base, method, saved, task_type, seed)
 
-    # None lets snnk_peft train the classifier; an explicit list has to name it too.
+    # With None, snnk_peft trains the classifier; an explicit list must include it.
     kept = [*_heads(base), "pooler"] if train_pooler else None
     model = get_snnk_model(base, method.snnk_config(_task_type(base), seed=seed, modules_to_save=kept))
     if calibration is not None:
@@ -270,18 +270,18 @@ def train_in_use(model: torch.nn.Module) -> None:
 
 
 def _heads(model: PreTrainedModel) -> list[str]:
-    """Return the names of modules with parameters outside the encoder, that is, of the classifier."""
+    """Return the names of modules with parameters outside the encoder, that is, those of the classifier."""
     found = [name for name, module in model.named_children() if any(True for _ in module.parameters())]
     return [name for name in found if name != model.base_model_prefix]
 
 
 def is_of_head(name: str) -> bool:
-    """Return whether a parameter belongs to the task head."""
+    """Return True if a parameter belongs to the task head."""
     return _HEAD.search(name) is not None
 
 
 def is_of_pooler(name: str) -> bool:
-    """Return whether a parameter belongs to the pooler."""
+    """Return True if a parameter belongs to the pooler."""
     return _POOLER.search(name) is not None
 
 
@@ -306,7 +306,7 @@ def encoder_layers(bare: Any, cut: int) -> list[torch.nn.Module]:
 
 
 def _behind_cut(method: MethodSection, base: Any) -> MethodSection:
-    """Restrict the method to the layers after the cut where the settings name no layers."""
+    """Restrict the method to the layers after the cut if the settings name no layers."""
     assert method.cut is not None
     behind = list(range(method.cut, len(encoder_layers(base, method.cut))))
     if not behind and method.name not in ("full", "bitfit", "linear_probe"):
@@ -361,7 +361,7 @@ def load_trained(folder: Path, task: Any) -> tuple[Any, Any]:
     """Load a trained classifier from an adapter folder, a bundle or any transformers folder, with its reader.
 
     Raises:
-        ConfigError: the folder holds no model, or its number of outputs is not the task's number of labels.
+        ConfigError: the folder contains no model, or its number of outputs differs from the task's number of labels.
     """
 
     modality = modality_of(task)

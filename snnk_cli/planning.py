@@ -20,7 +20,7 @@ SETTINGS = "convert.yaml"
 
 
 def plan_model(file: Path | None, overrides: list[str], target: Path, overwrite: bool) -> int:
-    """Plan a conversion, print and write the plan; returns the exit code (0 done, 2 wrong input).
+    """Plan a conversion, print and write the plan; return the exit code (0 done, 2 wrong input).
 
     Args:
         file: settings file, or None.

@@ -27,7 +27,7 @@ def learning_curve(rows: Sequence[Mapping[str, Any]], file: Path, title: str) ->
 
 
 def loss_curves(curves: Mapping[str, Sequence[tuple[int, float]]], file: Path, title: str, unit: str) -> None:
-    """Plot losses of the same unit over optimizer steps: one line of (step, loss) per name."""
+    """Plot losses in the same unit over optimizer steps: one line of (step, loss) per name."""
     figure, axes = make_axes(size=(7, 4))
     for name, points in curves.items():
         axes.plot(*zip(*points, strict=True), marker=_marker(points), label=name)
@@ -68,10 +68,10 @@ def score_rows(
         panel.grid(axis="y", linewidth=0.4)
         panel.set(title=name, xlabel=xlabel)
         middle, half = sum(panel.get_xlim()) / 2, max(0.05, np.ptp(panel.get_xlim())) / 2
-        panel.set_xlim(middle - half, middle + half)  # nobody should see a difference in a tenth of a point
+        panel.set_xlim(middle - half, middle + half)  # a tenth of a point should not look like a difference
         panel.xaxis.set_major_locator(MaxNLocator(4))
     axes[0, 0].set_yticks(range(len(methods)), methods)
-    axes[0, 0].set_ylim(len(methods) - 0.5, -0.5)  # the first on top
+    axes[0, 0].set_ylim(len(methods) - 0.5, -0.5)  # first method on top
     figure.suptitle(title)
     store(figure, file)
 
@@ -99,7 +99,7 @@ def score_over_seconds(lines: Mapping[str, Sequence[tuple[float, float]]], file:
 
 
 def make_axes(*shape: int, size: tuple[float, float], **shared: Any) -> tuple[Any, Any]:
-    """Create a figure of this size in inches and its axes, leaving pyplot's state, which may be a notebook's, alone."""
+    """Create a figure of this size in inches and its axes, without touching pyplot's state (a notebook may use it)."""
     figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(*shape, **shared)
 
@@ -110,7 +110,7 @@ def _side_by_side(count: int) -> tuple[Any, Any]:
 
 
 def _beside_a_legend(figure: Any, axes: Any, drawn: Mapping[str, Any], ylabel: str, title: str, file: Path) -> None:
-    """Write panels with a single legend right of the last one."""
+    """Write panels with a single legend to the right of the last one."""
     axes[0, 0].set_ylabel(ylabel)
     axes[0, -1].legend(list(drawn.values()), list(drawn), loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.suptitle(title)
@@ -231,7 +231,7 @@ def picture_grid(
 
 
 def _marker(points: Sequence[Any]) -> str | None:
-    """Return a marker for short lines: without one, the single point of a short run could not be seen."""
+    """Return a marker for short lines: without one, the single point of a short run would be invisible."""
     return "o" if len(points) < 30 else None
 
 

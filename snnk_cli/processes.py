@@ -16,7 +16,7 @@ from snnk_peft.errors import ConfigError
 
 
 def make_accelerator(train: Any) -> Accelerator:
-    """Create the accelerator of this process; a ConfigError if the launcher asked for what is not available.
+    """Create the accelerator of this process; a ConfigError if the launcher's request is not available.
 
     Args:
         train: settings with device and mixed_precision.
@@ -28,7 +28,7 @@ def make_accelerator(train: Any) -> Accelerator:
         raise ConfigError(faults)
     accelerator = Accelerator(cpu=cpu, mixed_precision=train.mixed_precision)
     if _asked_for("USE_FSDP") and accelerator.distributed_type is DistributedType.MULTI_CPU:
-        # accelerate shards only on GPUs; its FSDP2 also runs on CPUs, where a profile can be tried out.
+        # accelerate shards only on GPUs, but FSDP2 also runs on CPUs, where a profile can be tried out.
         plugin = FullyShardedDataParallelPlugin()
         if train.mixed_precision != "no":
             plugin.set_mixed_precision(train.mixed_precision)
@@ -37,17 +37,17 @@ def make_accelerator(train: Any) -> Accelerator:
 
 
 def _asked_for(name: str) -> bool:
-    """Return whether `accelerate launch` set a switch."""
+    """Return True if `accelerate launch` set a switch."""
     return os.environ.get(f"ACCELERATE_{name}", "").lower() in ("1", "true", "yes")
 
 
 def launched_by_accelerate() -> bool:
-    """Return whether `accelerate launch`, and not python or torchrun, started this process."""
+    """Return True if `accelerate launch`, not python or torchrun, started this process."""
     return "ACCELERATE_MIXED_PRECISION" in os.environ
 
 
 def launcher_faults(device: str, cpu: bool, setting: str = "train.device") -> list[str]:
-    """List what the launcher asked for and cannot have.
+    """List the launcher's requests that cannot be met.
 
     Args:
         device: the device setting, "cpu" or "auto".
@@ -82,7 +82,7 @@ def launcher_faults(device: str, cpu: bool, setting: str = "train.device") -> li
 
 
 def in_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
-    """Run `work` in the main process alone; its ConfigError is raised in all processes."""
+    """Run `work` only in the main process; its ConfigError is raised in all processes."""
     faults: list[str] = []
     if accelerator.is_main_process:
         try:
@@ -96,17 +96,17 @@ def in_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
 def prepare(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.nn.Module, Any]:
-    """Prepare model and optimizer as the launcher wants them: in DDP, sharded by FSDP2 (in place), or unchanged."""
+    """Prepare model and optimizer as the launcher requests: in DDP, sharded by FSDP2 (in place), or unchanged."""
     _choose_units(accelerator, model)
     prepared, wrapped = accelerator.prepare(model, optimizer)
     if isinstance(prepared, torch.nn.parallel.DistributedDataParallel):
-        # Random matrices are the same everywhere. Broadcast in every step, they would cost as much as the gradients.
+        # Random matrices are the same everywhere; broadcasting them in each step would cost as much as the gradients.
         prepared.broadcast_buffers = False
     return prepared, wrapped
 
 
 def unwrapped(accelerator: Accelerator, model: torch.nn.Module) -> Any:
-    """Return the model as it was before `prepare`, in float32 again; it can be prepared once more.
+    """Return the model as it was before `prepare`, in float32 again; it can be prepared again.
 
     accelerate marks what it unwraps, and would return a marked model unchanged, without autocast.
     """
@@ -116,10 +116,10 @@ def unwrapped(accelerator: Accelerator, model: torch.nn.Module) -> Any:
 
 
 def _choose_units(accelerator: Accelerator, model: torch.nn.Module) -> None:
-    """Use the model's own FSDP2 wrap classes where the profile names none.
+    """Use the model's own FSDP2 wrap classes if the profile names none.
 
     Classes that hold the input embedding are left out: accelerate makes that a unit of its own, and no parameter may be
-    in two (BERT and ViT list their embeddings beside their layers).
+    in two (BERT and ViT list their embeddings alongside their layers).
     """
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
     if accelerator.distributed_type is not DistributedType.FSDP or plugin.transformer_cls_names_to_wrap:
@@ -133,7 +133,7 @@ def _choose_units(accelerator: Accelerator, model: torch.nn.Module) -> None:
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Return whether every process holds only a part of the parameters (FSDP2)."""
+    """Return True if each process holds only part of the parameters (FSDP2)."""
     return any(_is_sharded(value) for value in model.parameters())
 
 
@@ -142,7 +142,7 @@ def _is_sharded(value: torch.Tensor) -> bool:
 
 
 def whole(value: Any) -> torch.Tensor:
-    """Return the full tensor; for a sharded one, every process must call this."""
+    """Return the full tensor; if it is sharded, every process must call this."""
     return value.full_tensor() if _is_sharded(value) else value
 
 
@@ -155,7 +155,7 @@ def split_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def clip_gradients(accelerator: Accelerator, parameters: list[torch.Tensor], limit: float) -> torch.Tensor:
-    """Clip gradients to a total norm of `limit`; returns their norm.
+    """Clip gradients to a total norm of `limit`; return their norm.
 
     `accelerator.clip_grad_norm_` compares tensors of different shapes when a sharded model is trained in full.
     """
@@ -164,7 +164,7 @@ def clip_gradients(accelerator: Accelerator, parameters: list[torch.Tensor], lim
 
 
 def seed_continuation(seed: int, step: int, rank: int) -> None:
-    """Seed the generators of a run resumed with another number of processes, for which none were saved."""
+    """Seed the generators of a run resumed with a different number of processes, for which none were saved."""
     set_seed((seed + 1 + 1_000_003 * step + rank) % 2**32)
 
 

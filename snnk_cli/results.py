@@ -52,7 +52,7 @@ def save_models(
     metrics: Mapping[str, float],
     examples: Mapping[str, int],
 ) -> None:
-    """Save adapter/ of a PEFT model and, for SNNK, bundle/; model/ for the other methods. The reader goes with each.
+    """Save adapter/ of a PEFT model and, for SNNK, bundle/; model/ for other methods. The reader is saved with each.
 
     With method.train_base there is no adapter/, which would lack the trained base weights.
 
@@ -93,14 +93,14 @@ def save_models(
 
 
 def cost_of(config: FinetuneConfig, pretrained: str) -> dict[str, dict[str, int]]:
-    """Estimate the cost of the original model and of the bundle of an SNNK model, from the settings alone.
+    """Estimate the cost of the original and of the bundle of an SNNK model, from the settings alone.
 
     Args:
         config: the resolved settings.
         pretrained: folder or Hub name of the original.
 
     Returns:
-        "full" and "bundle" -> number of parameters, of buffer entries, and of multiply-adds for one example: of
+        "full" and "bundle" -> numbers of parameters, buffer entries, and multiply-adds for one example of
         data.max_length tokens, or one image.
     """
     task = find_task(config)

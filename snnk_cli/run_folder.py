@@ -55,17 +55,17 @@ _LEFT_OVER = re.compile(r"^\..+\.tmp(\.|$)|^plan\.(json|png)\.part$")  # left by
 
 
 def check_folder(folder: Path, config: Any, resume: bool, overwrite: bool, leaves: Sequence[str] = ()) -> None:
-    """Refuse a folder that this run must not touch, without changing anything.
+    """Reject a folder that this run must not touch, without changing anything.
 
     Args:
         folder: the run folder; it need not exist.
         config: the resolved settings.
         resume: continue the run; all settings that affect the weights must agree.
         overwrite: an existing run folder will be deleted.
-        leaves: names of what such a run writes besides `CONTENT`.
+        leaves: names of further files that such a run writes, besides `CONTENT`.
 
     Raises:
-        ConfigError: the folder is not empty, holds something else, has nothing to resume, or has other settings.
+        ConfigError: the folder is not empty, contains something else, has nothing to resume, or has other settings.
     """
     if resume and overwrite:
         raise ConfigError("--resume and --overwrite contradict each other; give one of them")
@@ -98,7 +98,7 @@ def claim_folder(folder: Path, config: str, root: Path, resume: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     for place in (folder, folder / "checkpoints"):
         remove_leftovers(place)
-    write_text(folder / "config.yaml", config)  # with it the folder is a run, which --resume continues
+    write_text(folder / "config.yaml", config)  # makes the folder a run, which --resume continues
     write_json(folder / "environment.json", environment(root))
 
 
@@ -140,7 +140,7 @@ def settings_of(folder: Path) -> dict[str, Any] | None:
 
 
 def environment(root: Path) -> dict[str, Any]:
-    """Record versions, processor, threads and git commit: what is needed to understand the figures of a run."""
+    """Record what is needed to understand the figures of a run: versions, processor, threads and git commit."""
     packages = {}
     for name in ("torch", "transformers", "peft", "accelerate", "datasets", "snnk-peft"):
         try:
@@ -165,7 +165,7 @@ def environment(root: Path) -> dict[str, Any]:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: of the tensors on a GPU, or of the whole process on a CPU."""
+    """Return the peak memory in bytes, of the tensors on a GPU, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -175,7 +175,7 @@ def peak_memory(device: torch.device) -> int:
 class StopSignal:
     """A handler that remembers SIGTERM or SIGINT (Ctrl-C), so that the loop can save at the next step boundary.
 
-    Only the first Ctrl-C waits for that; a second one ends the program at once.
+    Only the first Ctrl-C waits for that; a second ends the program at once.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class StopSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            # Not print, which the signal may have interrupted.
+            # Not print: the signal may have interrupted it.
             os.write(2, b"\nCtrl-C: saving after this step (again: end at once, without saving)\n")
         self._number = number if self._number is None else self._number
 
@@ -201,11 +201,11 @@ class StopSignal:
         return 128 + (self._number or signal.SIGTERM)
 
     def received(self) -> bool:
-        """Return whether this process was asked to stop."""
+        """Return True if this process was asked to stop."""
         return self._number is not None
 
     def agreed(self, accelerator: Any) -> bool:
-        """Return whether any process was asked to stop; all processes must call this together."""
+        """Return True if any process was asked to stop; all processes must call this together."""
         if accelerator.num_processes == 1:
             return self.received()
         flag = torch.tensor([float(self.received())], device=accelerator.device)
@@ -213,7 +213,7 @@ class StopSignal:
 
 
 def check_settings(folder: Path, config: Any) -> None:
-    """Check that all settings that affect the weights agree with those in config.yaml."""
+    """Check that all settings that affect the weights match those in config.yaml."""
     try:
         stored = load_config(type(config), folder / "config.yaml")
     except ConfigError as error:
@@ -225,7 +225,7 @@ def check_settings(folder: Path, config: Any) -> None:
 
 
 def check_checkpoint(checkpoint: Path, config: Any, records: Sequence[str]) -> None:
-    """Check that a checkpoint, and the best one that it names, belong to a run with these settings and records.
+    """Check that a checkpoint, and the best one it names, belong to a run with these settings and records.
 
     Args:
         checkpoint: checkpoint to continue from.
@@ -233,7 +233,7 @@ def check_checkpoint(checkpoint: Path, config: Any, records: Sequence[str]) -> N
         records: files of the run folder that a resumed run reads besides the checkpoint.
 
     Raises:
-        ConfigError: the checkpoint is damaged, or of another run.
+        ConfigError: the checkpoint is damaged, or belongs to another run.
     """
     state = read_state(checkpoint)
     best = state["run"].get("best")
@@ -259,7 +259,7 @@ def check_checkpoint(checkpoint: Path, config: Any, records: Sequence[str]) -> N
 
 
 def _strange_settings(checkpoint: Path, state: Mapping[str, Any], config: Any) -> list[str]:
-    """List differing settings; earlier versions did not record any."""
+    """List settings that differ; earlier versions did not record any."""
     if "settings" not in state:
         return []
     try:
@@ -273,7 +273,7 @@ def _strange_settings(checkpoint: Path, state: Mapping[str, Any], config: Any) -
 
 
 def check_finished(folder: Path, common: Mapping[str, Any]) -> None:
-    """Check that metrics.json, whose presence marks the run as complete, is this run's.
+    """Check that metrics.json, whose presence marks the run as complete, belongs to this run.
 
     Args:
         folder: the run folder.
@@ -290,7 +290,7 @@ def check_finished(folder: Path, common: Mapping[str, Any]) -> None:
     else:
         here = json.loads(json.dumps(common))
         before, now = (flatten({key: given.get(key) for key in here}) for given in (report, here))
-        # A setting that did not exist when the run was made is not in its report.
+        # A report lacks settings that did not yet exist when the run was made.
         faults = [
             f"{key} is {before[key]!r} there and {now[key]!r} here"
             for key in sorted(before.keys() & now.keys())
@@ -336,7 +336,7 @@ def changes(stored: Any, config: Any) -> list[tuple[str, Any, Any]]:
 
 
 def refusal(folder: Path, faults: list[str]) -> ConfigError:
-    """Return the error for a run of another version that this one cannot continue for these reasons."""
+    """Return the error for a run of another version that cannot be continued, with the reasons."""
     file = folder / "environment.json"
     try:
         written = read_json(file)

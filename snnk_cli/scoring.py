@@ -61,16 +61,16 @@ def score_folder(
     of_sequences: Preparer | None = None,
     results: list[dict[str, Any]] | None = None,
 ) -> int:
-    """Load, score and write; returns the exit code (0 done, 1 predictions not finite).
+    """Load, score and write; return the exit code (0 done, 1 predictions not finite).
 
     Args:
         folder: folder of the model or run.
         overrides: settings from the command line.
         output: file of the result, or None for none.
-        draws: number of fresh draws of attention's features to score as well, or None.
+        draws: number of fresh draws of attention's features to also score, or None.
         draws_seed: seed of these draws.
-        of_sequences: reads a run whose examples are long sequences; available in a clone only.
-        results: list to which the result is appended.
+        of_sequences: reads a run whose examples are long sequences; only available in a clone.
+        results: list that the result is appended to.
     """
     quiet()
     if draws is not None and draws < 2:
@@ -93,7 +93,7 @@ def score_folder(
 
 
 def result_of(folder: Path) -> Path:
-    """Return the file where a folder keeps its scores."""
+    """Return the file of the scores in a folder."""
     return folder / ("evaluation.json" if (folder / "config.yaml").is_file() else "metrics.json")
 
 
@@ -150,7 +150,7 @@ def _score(output: Path | None, folder: Path, subject: Subject, draws: int | Non
 
 
 def of_examples(folder: Path, given: Mapping[str, Any] | None, overrides: list[str]) -> Subject:
-    """Prepare a classifier of texts or images, see `Preparer`; a run brings its own task and data."""
+    """Prepare a classifier of texts or images (see `Preparer`); a run has its own task and data."""
     run = None if given is None else load_config(FinetuneConfig, given)
     config = load_config(EvaluateConfig, known_of(run), overrides)
     task, model, read = load_classifier(folder, run, config)
@@ -167,21 +167,21 @@ def of_examples(folder: Path, given: Mapping[str, Any] | None, overrides: list[s
 def load_classifier(
     folder: Path, run: FinetuneConfig | None, config: EvaluateConfig
 ) -> tuple[Any, Any, Callable[[], tuple[dict[str, Any], dict[str, Any]]]]:
-    """Return the task, the model, and a function that reads the dev set as rows and as the model's examples, by split.
+    """Return the task, the model, and a function that reads the dev set as rows and as examples, by split.
 
     Args:
         folder: the model, or its run.
         run: settings of the run, or None for a model.
         config: task and data.
     """
-    described = folder / "config.json"  # a model's config names its labels
+    described = folder / "config.json"  # the model's config names its labels
     task = find_task(config, read_json(described) if described.is_file() else None)
     model, reader = load_trained(folder, task) if run is None else load_run(folder, run)
     modality = modality_of(task)
     modality.check(model, reader, config.data)
 
     def read() -> tuple[dict[str, Any], dict[str, Any]]:
-        # One of two validation sets may be missing; the task allows that only without `splits`.
+        # One of two validation sets may be missing; the task accepts this only without `splits`.
         wanted = task.validation_splits if len(task.validation_splits) == 1 else None
         rows = evaluation_splits(task, task.load(config.data.dir, splits=wanted), config.data.max_eval_samples)
         return rows, {name: modality.examples(part, reader, config.data, task) for name, part in rows.items()}
@@ -201,7 +201,7 @@ def _known_rows(run: FinetuneConfig, task: Any, splits: Mapping[str, Any]) -> li
 
 
 def known_of(run: Any) -> dict[str, Any]:
-    """Return the settings that an evaluation takes from those of a run; none without one."""
+    """Return the settings that an evaluation takes from those of a run; empty without a run."""
     if run is None:
         return {}
     return {

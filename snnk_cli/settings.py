@@ -1,6 +1,6 @@
 """The settings of recipes/finetune.py, section by section. Nothing here imports torch, so `--help` answers at once."""
 
-# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# `option` returns a dataclasses.field, which is a valid dataclass default.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class DataSection:
     """Input data and limits on their size."""
 
     dir: str | None = option(None, "folder with the official files; null reads from the Hub")
-    # Those of task table (snnk_peft.tasks.table.TableSettings, which has the defaults), three also of image folders.
+    # Settings of task table (defaults in snnk_peft.tasks.table.TableSettings), three also of image folders.
     train_file: str | None = option(None, "task table: .csv, .tsv, .jsonl, .parquet, or a save_to_disk folder")
     eval_file: str | None = option(None, "task table: the same; null holds back part of the training rows")
     dataset: str | None = option(None, "task table, instead of train_file: a save_to_disk folder, or a Hub id")
@@ -70,7 +70,7 @@ class DataSection:
 
 @dataclass
 class AugmentSection:
-    """Random changes of training images."""
+    """Random augmentation of training images."""
 
     crop_scale: float | None = option(
         None, "crop a random rectangle of at least this share of the area, and resize it", above=0, high=1
@@ -82,13 +82,13 @@ class AugmentSection:
 
     @property
     def given(self) -> list[str]:
-        """The changes that are on."""
+        """The augmentations that are on."""
         return [name for name, value in vars(self).items() if value]
 
 
 @dataclass
 class LoraSection:
-    """PEFT's LoRA, the baseline, and its kin."""
+    """PEFT's LoRA, the baseline, and its variants."""
 
     r: int = option(8, "rank (lora, vera)", low=1)
     alpha: float = option(16.0, "scale: the update is multiplied by alpha / r", above=0)
@@ -124,13 +124,13 @@ class PoolingSection:
 
     @property
     def moves_pooler(self) -> bool:
-        """Return True if there is a pooler that may read other states than the pretrained one did."""
+        """True if there is a pooler that may read other states than the pretrained one."""
         return True
 
 
 @dataclass
 class MethodSection(PoolingSection):
-    """The trained parameters. The classifier is always among them."""
+    """The trained parameters, which always include the classifier."""
 
     name: str = option("snnk", "how the model is adapted", choices=METHODS)
     adapter: dict[str, Any] | None = option(None, "fields of snnk_peft.AdapterPart (method snnk)")
@@ -185,7 +185,7 @@ class MethodSection(PoolingSection):
     )
 
     def __post_init__(self) -> None:
-        """`method.name=lora` on a file that describes SNNK parts means LoRA without them; the record must say so."""
+        """Drop SNNK parts for other methods: `method.name=lora` on a file with such parts means LoRA alone."""
         if self.name != "snnk":
             self.adapter = self.ffn = self.attention = self.parts = None
             self.calibrate_adapters = False
@@ -199,7 +199,7 @@ class MethodSection(PoolingSection):
         return self.name == "snnk" and self.pooler != "frozen" and not given
 
     def check(self) -> list[str]:
-        """Faults that involve several values, and the faults of the parts themselves."""
+        """Return faults that involve several values, and those of the parts themselves."""
         if self.name == "snnk":
             try:
                 self.snnk_config()
@@ -228,7 +228,7 @@ class MethodSection(PoolingSection):
         return ["head is wide, which reads no pooler, and pooler is not frozen; set one of them to its default"]
 
     def snnk_config(self, task_type: str | None = "SEQ_CLS", **arguments: Any) -> SNNKConfig:
-        """The SNNKConfig of the parts described here; raises ConfigError with all their faults."""
+        """Return the SNNKConfig of the parts described here; raise ConfigError with all their faults."""
         return snnk_config(
             adapter=self.adapter,
             ffn=self.ffn,
@@ -242,7 +242,7 @@ class MethodSection(PoolingSection):
 
 
 def snnk_config(**fields: Any) -> SNNKConfig:
-    """SNNKConfig(**fields), which needs torch; raises ConfigError with all its faults."""
+    """Return SNNKConfig(**fields), which needs torch; raise ConfigError with all its faults."""
     from snnk_peft.config import SNNKConfig
 
     return SNNKConfig(**fields)
@@ -271,7 +271,7 @@ class StepSettings:
 
 @dataclass
 class TrainSection(StepSettings):
-    """The optimisation. The paper: AdamW, lr 1e-3, batch 64, constant after 6 % warm-up."""
+    """The optimisation. In the paper: AdamW, lr 1e-3, batch 64, constant after 6 % warm-up."""
 
     epochs: int = option(3, "passes over the training data", low=1)
     warmup_ratio: float = option(0.06, "share of all steps over which the rate rises linearly", low=0, high=1)
@@ -312,7 +312,7 @@ class FinetuneTrain(TrainSection):
     )
 
     def check(self) -> list[str]:
-        """A threshold is chosen on what is held back."""
+        """Check that a threshold is only chosen if examples are held back."""
         if not self.choose_threshold or self.choose_share is not None:
             return []
         return ["choose_threshold is true and choose_share null; set choose_share, such as 0.1: it is chosen on those"]
@@ -343,7 +343,7 @@ class OutputSection:
 
 @dataclass
 class FinetuneConfig:
-    """Everything recipes/finetune.py reads."""
+    """All settings of recipes/finetune.py."""
 
     output: OutputSection
     task: str = option(MISSING, "a data set (recipes/data), or table or image_folder for your own")
@@ -354,7 +354,7 @@ class FinetuneConfig:
     train: FinetuneTrain = field(default_factory=FinetuneTrain)
 
     def check(self) -> list[str]:
-        """The task must exist and fit the data settings; only images are augmented."""
+        """Check that the task exists and fits the data settings, and that only images are augmented."""
         faults = task_faults(self.task, self.data)
         whole = getattr(self.method, "train_base", False)  # closed_form.py has a method of its own
         if whole and self.output.save_model and not self.output.bundle:
@@ -383,7 +383,7 @@ class FinetuneConfig:
 
 @dataclass
 class EvaluateConfig:
-    """Everything recipes/score.py reads."""
+    """All settings of recipes/score.py."""
 
     task: str = option(MISSING, "a data set (recipes/data); not needed for a run folder")
     data: DataSection = field(default_factory=DataSection)
@@ -392,13 +392,13 @@ class EvaluateConfig:
     device: str = option("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
 
     def check(self) -> list[str]:
-        """The task must exist and fit the data settings."""
+        """Check that the task exists and fits the data settings."""
         return task_faults(self.task, self.data)
 
 
 @dataclass
 class LanguageConfig:
-    """What `snnk score --texts` reads."""
+    """All settings of `snnk score --texts`."""
 
     beside: str | None = option(None, "another model, such as the original, to score in the same run")
     text: str = option("text", "column of the texts in a table")
@@ -407,13 +407,13 @@ class LanguageConfig:
     device: str = option("auto", "'cpu' keeps a GPU idle", choices=("auto", "cpu"))
 
 
-# Where data are on this machine.
+# Settings for where data are on this machine.
 PATHS = ("dir", "file", "train_file", "eval_file", "dataset")
-# These may differ between a run and its continuation: they do not change the weights that come out, a device
-# aside, of which a note tells. The data themselves are compared by a fingerprint, so that files may have moved.
+# These may differ between a run and its continuation, as they do not affect the weights (except for a device, which
+# is noted). The data themselves are compared by a fingerprint, so files may have moved.
 FREE_ON_RESUME = (
     "output.",
     *(f"data.{name}" for name in (*PATHS, "workers")),
     *("train.save_every_steps", "train.keep_checkpoints", "train.log_every", "train.device"),
-    "train.batch_size",  # of one process: `load_checkpoint` compares that of all of them
+    "train.batch_size",  # per process: `load_checkpoint` compares the total
 )

@@ -26,7 +26,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def mean_in_words(values: Sequence[float], form: str = ".1f", error_form: str = "") -> str:
-    """Format the mean and, for several values, its standard error, in the same format or in its own."""
+    """Format the mean and, for several values, its standard error, in the same format or its own."""
     mean, error = mean_and_error(values)
     return f"{mean:{form}}" + (f" ± {error:{error_form or form}}" if len(values) > 1 else "")
 

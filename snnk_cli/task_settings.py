@@ -27,7 +27,7 @@ TASK_PACKAGES: list[str] = []
 
 
 def tasks() -> Registry[Task]:
-    """Return the tasks by name; importing them needs torch, which describing settings does not."""
+    """Return the tasks by name; importing them needs torch, unlike describing settings."""
     for package in TASK_PACKAGES:
         import_module(package)
     from snnk_peft.tasks import TASKS
@@ -41,7 +41,7 @@ def task_modality(name: str) -> str | None:
 
 
 def modality_fault(name: str, recipe: str) -> str | None:
-    """Return a fault for an unknown task or one that another recipe reads; None for one of this recipe."""
+    """Return a fault for an unknown task or that of another recipe; None for one of this recipe."""
     known = [other for other in tasks() if RECIPE_OF[tasks()[other].modality] == recipe]
     if name in known:
         return None
@@ -55,7 +55,7 @@ def modality_fault(name: str, recipe: str) -> str | None:
 
 
 def is_sequence_run(settings: Mapping[str, Any]) -> bool:
-    """Return whether the settings in a run's config.yaml are of a task whose examples are long sequences."""
+    """Return True if the settings in a run's config.yaml are those of a task of long sequences."""
     return task_modality(settings.get("task", "")) == "sequence"
 
 

@@ -20,7 +20,7 @@ def load_teacher(name_or_path: str, task: Any) -> tuple[PreTrainedModel, Any]:
     """Load the classifier in eval mode and float32, and its preprocessor.
 
     Raises:
-        ConfigError: there is no such model, it is not fine-tuned, or its labels are not the task's.
+        ConfigError: there is no such model, it is not fine-tuned, or its labels differ from the task's.
     """
     config, modality = _config(name_or_path), modality_of(task)
     if fault := _label_fault(config, task):
@@ -39,7 +39,7 @@ def load_teacher(name_or_path: str, task: Any) -> tuple[PreTrainedModel, Any]:
 
 
 def stored_dtype(name_or_path: str) -> torch.dtype:
-    """Return the floating-point dtype of a model's files; float32 where its config does not say."""
+    """Return the floating-point dtype of a model's files; float32 if its config does not say."""
     return _config(name_or_path).dtype or torch.float32
 
 
@@ -52,14 +52,14 @@ def _config(name_or_path: str) -> Any:
 
 
 def _label_fault(config: Any, task: Any) -> str | None:
-    """Return a fault if the outputs are not the task's labels: another number, or the same names in another order."""
+    """Return a fault if the outputs differ from the task's labels in number, or in the order of the same names."""
     if config.num_labels != task.num_labels:
         return f"it has {config.num_labels} outputs; expected {task.num_labels}, the labels of task {task.name}"
     if task.label_names is None:
         return None
     mine = [str(config.id2label[index]).lower() for index in range(config.num_labels)]
     theirs = [str(name).lower() for name in task.label_names]
-    if mine == theirs or set(mine) != set(theirs):  # other names may mean the same; the score will show
+    if mine == theirs or set(mine) != set(theirs):  # other names may mean the same; the score will tell
         return None
     return (
         f"its labels are {', '.join(mine)}; task {task.name} has {', '.join(theirs)}. Expected the same order: give "
@@ -128,7 +128,7 @@ def logit_loss(wanted: torch.Tensor, given: torch.Tensor, temperature: float) ->
 def layer_loss(
     wanted: tuple[torch.Tensor, ...], given: tuple[torch.Tensor, ...], mask: torch.Tensor | None
 ) -> torch.Tensor:
-    """Compute the third term, a mean over the batch; an example of one token has no spread and counts nothing.
+    """Compute the third term, a mean over the batch; an example of one token has no spread and counts as 0.
 
     Args:
         wanted: outputs of the original's embeddings and layers, (batch, length, dim) each; embeddings are not compared.

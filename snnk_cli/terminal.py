@@ -35,10 +35,10 @@ Item = TypeVar("Item")
 
 
 def quiet() -> None:
-    """Leave the terminal to the recipe's own lines: no weight-loading bars, no table of newly initialised tensors."""
+    """Show only the recipe's own lines: no weight-loading bars, no table of newly initialised tensors."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if importlib.util.find_spec("datasets") is not None:  # the quickstart does not need it
+    if importlib.util.find_spec("datasets") is not None:  # not needed by the quickstart
         import datasets
 
         datasets.disable_progress_bars()
@@ -157,7 +157,7 @@ class Tracker:
 
         Args:
             step: optimizer steps done.
-            text: text beside the bar, such as the newest loss.
+            text: text next to the bar, such as the latest loss.
             total: a new estimate of the steps of the whole run.
         """
         if not self._active:
@@ -180,5 +180,5 @@ def read_log(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     lines = file.read_text(encoding="utf-8").split("\n")
-    # Complete lines end with a newline, so what follows the last one is a fragment or nothing.
+    # Complete lines end with a newline, so only a fragment or nothing follows the last one.
     return [json.loads(line) for line in lines[:-1]]

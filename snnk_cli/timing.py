@@ -21,7 +21,7 @@ def alternate(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time candidates in turn, reversing the order every time; return the seconds of each in each repetition."""
+    """Time candidates in turn, reversing the order every time; return the seconds of each per repetition."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in bar(range(-warmup, repetitions), "timing"):
         names = list(candidates) if repetition % 2 else list(candidates)[::-1]

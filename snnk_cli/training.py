@@ -79,11 +79,11 @@ class Training:
         return step if budget is None else min(total, max(step, self.state.cpu_seconds / budget * total))
 
     def over(self) -> bool:
-        """Return whether all steps are done or the budget is spent."""
+        """Return True if all steps are done or the budget is spent."""
         return self.position() >= self.schedule.total
 
     def run(self) -> int:
-        """Train to the end; returns 0 done, 1 diverged, 130 or 143 stopped by Ctrl-C or SIGTERM (and saved)."""
+        """Train to the end; return 0 done, 1 diverged, 130 or 143 stopped by Ctrl-C or SIGTERM (and saved)."""
         try:
             with self.tracker:
                 return self._run()
@@ -139,7 +139,7 @@ class Training:
         return 0
 
     def _reached(self) -> bool:
-        """Return whether the best score has reached `train.stop_at_score`."""
+        """Return True if the best score has reached `train.stop_at_score`."""
         wanted, best = self.train.stop_at_score, self.state.best
         return wanted is not None and best is not None and best["score"] >= wanted
 
@@ -150,7 +150,7 @@ class Training:
         return self.experiment.score(self.model, self.data.splits, self.accelerator, self.stop.received)
 
     def _evaluate(self) -> bool:
-        """Score the model and keep the checkpoint; returns False if a stop came first."""
+        """Score the model and keep the checkpoint; return False if stopped first."""
         state = self.state
         metrics = self._score()
         if metrics is None:
@@ -214,18 +214,18 @@ def train_step(
     `feed` yields the inputs of this process's `share` of each.
 
     The loss is the mean over everything labelled in the whole step, whatever the batch sizes and the number of
-    processes: over examples, or, where words have labels, over these words.
+    processes: over examples or, if words have labels, over these words.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
     shares = [share(batch, rank, world)[1] for batch in batches]
     inputs = [next(feed) for _ in batches]
     counts = torch.tensor(shares, device=accelerator.device)
     total: Any = sum(map(len, batches))
-    # All processes' batches have labels of one kind, so either all of them take part in this or none.
+    # The batches of all processes have the same kind of labels, so either all take part in this or none.
     if found := [terms for values in inputs if (terms := loss_terms(model, values)) is not None]:
         counts = torch.stack(found) * counts.sign()
         total = accelerator.reduce(counts.sum(), "sum").clamp_min(1)
-    weights = (counts * world).double() / total  # gradients are averaged over the processes, hence the factor
+    weights = (counts * world).double() / total  # the factor, because gradients are averaged over the processes
     loss_sum = torch.zeros((), device=accelerator.device)
     for number, (values, weight) in enumerate(zip(inputs, weights, strict=True)):
         last = number == len(batches) - 1
@@ -246,7 +246,7 @@ def train_step(
 
 
 def loss_terms(model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """Count the terms that the loss of a batch is a mean over, on its device; None if these are its examples.
+    """Count the terms that a batch's loss averages, on its device; None if these are its examples.
 
     A causal language model does not predict the first token of a sequence.
     """
@@ -272,7 +272,7 @@ class FiniteWatch:
 
     Args:
         accelerator: accelerator that averages over processes.
-        allow_infinite_norm: accept infinite norms, as fp16 skips such steps by itself.
+        allow_infinite_norm: accept infinite norms, because fp16 skips such steps by itself.
     """
 
     def __init__(self, accelerator: Any, allow_infinite_norm: bool):

@@ -30,8 +30,8 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.heads.features import HeadReader, pooled
 from snnk_peft.tuner.slot_layer import root_of
 
-STATES, VIEWS = "trunk_states", "trunk_views"  # entries of a batch
-DTYPE = torch.bfloat16  # of the stored states
+STATES, VIEWS = "trunk_states", "trunk_views"  # keys in a batch
+DTYPE = torch.bfloat16  # dtype of the stored states
 KEPT = "method.cut is {cut}, and the layers before are run once"
 
 
@@ -43,7 +43,7 @@ class Trunk:
     """The first layers of a model, whose outputs a batch may bring along.
 
     Args:
-        model: a transformers model or a PeftModel of one; nothing that is trained is below the cut.
+        model: a transformers model or a PeftModel of one; nothing below the cut is trained.
         cut: number of layers.
 
     Raises:
@@ -59,10 +59,10 @@ class Trunk:
         self._given: Tensor | None = None
         self._vectors: Tensor | None = None
         self._seen: list[Tensor] | None = None
-        self._rest: tuple[None, ...] | None = None  # after the states in a layer's output, if that is a tuple
+        self._rest: tuple[None, ...] | None = None  # the rest of a layer's output after the states, if it is a tuple
         readers = [module for module in model.modules() if isinstance(module, HeadReader)]
         self.reader = readers[0] if readers else None
-        # On the instances: modules keep their names, which checkpoints and adapters go by.
+        # Patch the instances: modules keep their names, which checkpoints and adapters rely on.
         self._changed: list[nn.Module] = [*layers[:cut], *readers]
         for index, layer in enumerate(layers[:cut]):
             layer.forward = partial(self._run_layer, index, layer.forward)
@@ -83,7 +83,7 @@ class Trunk:
         above = {module for layer in layers[self.cut :] for module in layer.modules()}
         below = [module for module in self._bare.base_model.modules() if module not in above]
         chances = [module.p for module in below if isinstance(module, nn.modules.dropout._DropoutNd)]
-        for module in below:  # attention and some families call the function
+        for module in below:  # attention and some families call the function instead
             chances += [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
         if max(chances, default=0.0) > 0:
             raise ConfigError(f"{kept}, but they have dropout of {max(chances)}; set train.dropout=0")
@@ -124,7 +124,7 @@ class Trunk:
         return output
 
     def _below(self, reader: HeadReader) -> list[tuple[int, tuple[int, str]]]:
-        """Return number, layer and pool of those of the reader's views whose layers are not run again."""
+        """Return number, layer and pool of the reader's views whose layers are not run again."""
         views = enumerate((layer % reader.layers, pool) for layer, pool in reader.features.views)
         return [(number, view) for number, view in views if view[0] < self.cut]
 
@@ -136,7 +136,7 @@ class Trunk:
         mask: Tensor | None = None,
         second: Tensor | None = None,
     ) -> Tensor:
-        """Run `HeadReader.forward` with the vectors that the batch brings."""
+        """Run `HeadReader.forward` with the vectors in the batch."""
         if self._given is None:
             return original(hidden_states, mask, second)
         below = [number for number, _ in self._below(reader)]
@@ -152,7 +152,7 @@ class Trunk:
 
     @torch.no_grad()
     def outputs(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return h_k (B, T, width), and the head's vectors of the layers below side by side, (B, views · width)."""
+        """Return h_k (B, T, width), and the head's vectors of the layers below, concatenated, (B, views · width)."""
         self._seen = []
         try:
             self._bare.base_model(**inputs)
@@ -229,7 +229,7 @@ class StoredExamples(AroundExamples):
         self.stored += size
         where = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
         with writing(where), tempfile.TemporaryFile(dir=where) as file:
-            if hasattr(os, "posix_fallocate"):  # a full disk is reported here, and not when a page is written
+            if hasattr(os, "posix_fallocate"):  # a full disk is reported here, not when a page is written
                 os.posix_fallocate(file.fileno(), 0, size)
             else:
                 file.truncate(size)

@@ -32,7 +32,7 @@ def in_words(given: object) -> str:
 
 
 def refuse_arguments(function: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Raise UnknownOptionError for arguments that a function does not take, or that are missing."""
+    """Raise UnknownOptionError for arguments that a function does not accept, and for missing ones."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **given)
@@ -60,7 +60,7 @@ def takes_declared(function: Function) -> Function:
 
 
 def number_faults(where: str, value: object, kind: type = float, **limits: float) -> list[str]:
-    """List the faults of a number (an integer for the kind `int`) within limits of `Option` such as `above=0`."""
+    """List the faults of a number (an integer if kind is `int`), with limits as in `Option`, such as `above=0`."""
     fault = Option("", type=kind, **limits).fault(where, value)  # type: ignore[arg-type]
     return [] if fault is None else [fault]
 
@@ -77,7 +77,7 @@ def numbers_faults(where: str, values: object, *, low: float | None = None, abov
 
 
 def path_of(where: str, given: object) -> Path:
-    """A path.
+    """Return a string or path as a path.
 
     Raises:
         ConfigError: neither a string nor a path.
@@ -88,10 +88,10 @@ def path_of(where: str, given: object) -> Path:
 
 
 def folder_of(where: str, given: object) -> Path:
-    """Return the path of a folder, which exists or can be created.
+    """Return the path of a folder that exists or can be created.
 
     Raises:
-        ConfigError: not a path, or the path of a file, or of something inside a file.
+        ConfigError: not a path, or the path of a file or of something inside one.
     """
     path = path_of(where, given)
     file = next((each for each in (path, *path.parents) if each.is_file()), None)

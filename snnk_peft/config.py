@@ -1,7 +1,7 @@
 """The configuration of an SNNK adapter.
 
-`SNNKConfig` is a `peft.PeftConfig`; it is saved as adapter_config.json next to the weights. It is plain data: sizes and
-names are checked against the registries by the parts themselves, the model is checked when it is patched.
+`SNNKConfig` is a `peft.PeftConfig`, saved as adapter_config.json next to the weights. It is plain data: the parts
+check their own sizes and names against the registries, and the model is checked when it is patched.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ FREE = (
 
 
 class SNNKType(str, enum.Enum):
-    """The PEFT method name, which equals the plain string "SNNK" and hashes like it, as PEFT's own members do."""
+    """The PEFT method name; equals the plain string "SNNK" and hashes like it, as PEFT's own members do."""
 
     SNNK = "SNNK"
 
@@ -70,11 +70,11 @@ class SNNKConfig(NamedOptions, PeftConfig):
         modules_to_save: further modules to train and save in full. None means the model's classifier, [] nothing.
         target_modules: filled in when a model is patched: the paths of the patched modules.
         trained_within: filled in when a model is patched: modules of `modules_to_save` that are inside a slot.
-        made_for: filled in when a model is patched: its architecture and sizes. Another model is then refused.
+        made_for: filled in when a model is patched: its architecture and sizes. Any other model is then rejected.
         saved_embeddings: filled in when saving: tensors of the base model's embeddings that PEFT put into the file, as
-            after a change of the vocabulary. Any other tensor of the base model in an adapter file is refused.
-        base_digests: filled in when a model is patched: digests of a sample of its weights, by the precision to which
-            they were rounded. Loading the adapter into other weights gives a warning.
+            after a change of vocabulary. Any other base-model tensor in an adapter file is rejected.
+        base_digests: filled in when a model is patched: digests of a sample of its weights, by the precision they
+            were rounded to. Loading the adapter into other weights gives a warning.
         id2label: filled in when saving: the names of a classifier's labels, by index. AutoPeftModel creates a
             classifier with these labels.
         problem_type: filled in when saving: the classifier's problem type, as in transformers.
@@ -148,7 +148,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
             )
         for name, part in self.named_parts().items() if isinstance(self.parts, list) else ():
             if not isinstance(part, Part):
-                continue  # told already
+                continue  # already reported
             faults += part.faults(name)
             if not self.save_projection and (what := part.not_drawn()) is not None:
                 faults.append(
@@ -179,7 +179,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
         if self.base_digests is not None and not isinstance(self.base_digests, Mapping):
             faults.append(f"base_digests is {self.base_digests!r}; expected a dict, which patching fills in, or None")
         try:
-            if self.id2label is not None:  # the keys of JSON are texts
+            if self.id2label is not None:  # JSON keys are strings
                 self.id2label = dict(sorted((int(key), str(name)) for key, name in self.id2label.items()))
         except (AttributeError, TypeError, ValueError):
             faults.append(f"id2label is {repr(self.id2label)[:100]}; expected a dict of names by index, or None")
@@ -189,7 +189,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
             faults.append(f"revision is {self.revision!r}; expected a branch, tag or commit of the base model, or None")
         if faults := faults + changed:
             raise ConfigError(faults)
-        # A tuple: PEFT shortens long lists and sets of targets to common endings, which would no longer be paths.
+        # A tuple: PEFT shortens long lists and sets of targets to common endings, which are no longer paths.
         if self.target_modules is not None:
             self.target_modules = tuple(self.target_modules)
 
@@ -203,7 +203,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
         return [*faults, remedy] if faults else []
 
     def save_pretrained(self, save_directory: str, **kwargs: Any) -> None:
-        """Write adapter_config.json, add digests to it and to the weights beside it, and write the card.
+        """Write adapter_config.json, add digests to it and to the weights next to it, and write the card.
 
         PEFT calls this when the weights are written.
 
@@ -222,7 +222,7 @@ class SNNKConfig(NamedOptions, PeftConfig):
             write_adapter_card(save_directory, self, kwargs.get("auto_mapping_dict"))
 
     def _base_tensors(self, keys: list[str]) -> list[str]:
-        """Return the keys that belong neither to a slot nor to a module that is saved in full."""
+        """Return the keys that belong neither to a slot nor to a module saved in full."""
         own = (".snnk_slots.", *(f".{name}." for name in self.modules_to_save or ()))
         return sorted(key for key in keys if not any(mark in key for mark in own))
 

@@ -10,7 +10,7 @@ from snnk_peft.arguments import in_words
 from snnk_peft.parts import PARTS, Part
 from snnk_peft.registry import did_you_mean
 
-SHORTCUTS = ("adapter", "pooler", "ffn", "attention", "low_rank")  # parts that have a field of their own
+SHORTCUTS = ("adapter", "pooler", "ffn", "attention", "low_rank")  # parts with a field of their own
 
 
 def part_name(cls: type[Part]) -> str:
@@ -50,7 +50,7 @@ def listed_part(where: str, given: object) -> tuple[Any, list[str]]:
 
 
 def config_with(cls: type[Part]) -> str:
-    """Return the code that writes a config with such a part."""
+    """Return the code that creates a config with such a part."""
     own = next((name for name in SHORTCUTS if PARTS[name] is cls), None)
     return f"SNNKConfig({f'parts=[{cls.__name__}(...)]' if own is None else f'{own}={cls.__name__}(...)'})"
 

@@ -1,4 +1,4 @@
-"""An upper bound on the model that a config may ask for, from the weights beside it: one line can ask for 10⁷ layers.
+"""An upper bound on the model a config may ask for, from the weights next to it: one line can ask for 10⁷ layers.
 
 Part of the code file of every bundle.
 """
@@ -18,7 +18,7 @@ from snnk_peft.digests import open_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.json_files import read_json
 
-# Parameters for each tensor of a file (a bundle leaves some of the original model out), for none, and of any model.
+# Parameters per tensor of a file (a bundle omits some of the original's), without any tensors, and of any model.
 PARAMETERS_PER_TENSOR, SPARE_PARAMETERS, UNHEARD_OF = 8, 1000, 100_000
 
 
@@ -55,7 +55,7 @@ def _check_indices(home: Path) -> None:
 
 
 def weights_of(folder: Any, subfolder: str | None) -> tuple[int, str]:
-    """Return how many parameters a config may ask for, given the weights in a local folder, and the reason."""
+    """Return the number of parameters a config may ask for, given the weights in a local folder, and the reason."""
     home = Path(folder) / (subfolder or "") if isinstance(folder, (str, os.PathLike)) else None
     held = 0
     if home is not None and not (home / "model.safetensors").exists():

@@ -5,8 +5,8 @@
                                                   weights file: digest of the digests in its header}
 
 A damaged or swapped value can then be named, and a config is tied to its weights. Digests stay with their file through
-copies, caches and uploads. Files without them (older, or written by others) load with a note. Part of the code file of
-every bundle; stamps.py writes them.
+copies, caches and uploads. Files without them (older, or written by other programs) load with a note. This module is
+part of the code file of every bundle; stamps.py writes the digests.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from snnk_peft.json_files import parse_json, read_json
 
 DIGESTS = "snnk_digests"
 WEIGHTS_END = ".safetensors"
-NOT_FINITE = " not finite"  # after the digest of a tensor with NaN or infinity: the others need not be searched for it
-SHOWN_FAULTS = 6  # named in a message; a wrong base model misfits in hundreds
-# Floating types that convert to any model's floating type; the 8-bit ones need scales that none of our files has.
+NOT_FINITE = " not finite"  # after the digest of a tensor with NaN or infinity: only these need to be searched
+SHOWN_FAULTS = 6  # named in a message; a wrong base model has hundreds
+# Floating types that convert to any model's; 8-bit ones need scales, which none of our files have.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -38,9 +38,9 @@ notes = logging.getLogger("snnk_peft")
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:
-    """Return 32 hexadecimal digits that identify dtype, shape and content of a tensor."""
+    """Return 32 hexadecimal digits that identify the dtype, shape and content of a tensor."""
     content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    # Processors have instructions for SHA-256, by far the fastest cryptographic hash.
+    # Processors have instructions for SHA-256, which makes it by far the fastest cryptographic hash.
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
     digest.update(content)
     return digest.hexdigest()[:32]
@@ -66,7 +66,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Any:
     """Open a safetensors file for reading; ConfigError, naming it, if it is not one."""
     if not str(path).endswith(WEIGHTS_END):
         raise ConfigError(f"{path}: only safetensors files are read; convert it, or save the model again")
-    if not os.path.isfile(path):  # opening a pipe would wait for somebody to write
+    if not os.path.isfile(path):  # opening a pipe would block until someone writes
         raise ConfigError(f"{path} is no file; expected a safetensors file. Copy or download it again")
     try:
         return safe_open(path, framework="pt")
@@ -77,7 +77,7 @@ def open_tensors(path: str | os.PathLike[str]) -> Any:
 
 
 def layout_of(file: Any) -> Layout:
-    """Return shape and dtype of every tensor in an open file; 8-bit floats and similar are read to get their dtype."""
+    """Return shape and dtype of each tensor in an open file; 8-bit floats and the like are read to get their dtype."""
     names = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
     found = {}
     for key in file.keys():  # noqa: SIM118 - no mapping
@@ -88,7 +88,7 @@ def layout_of(file: Any) -> Layout:
 
 
 def layout_faults(found: Layout, expected: Layout) -> list[str]:
-    """List the tensors in both that differ in shape, or have a dtype that cannot be converted to the model's."""
+    """List the tensors in both layouts that differ in shape, or whose dtype cannot be converted to the model's."""
     faults = []
     for key in sorted(found.keys() & expected.keys()):
         (shape, dtype), (wanted, kind) = found[key], expected[key]
@@ -108,7 +108,7 @@ def content_faults(
 ) -> list[str]:
     """List the tensors of an open file that hold NaN or infinity, or differ from what was saved.
 
-    `digests` are those of `start_digests`, None to compute them now; `config` is the JSON file that may name these
+    `digests` come from `start_digests`, or None to compute them now; `config` is the JSON file that may name these
     weights.
     """
     saved, tied = saved_digests(file), None if config is None else _weights_in(config)
@@ -148,7 +148,7 @@ def _tie_faults(
 
 
 def _weights_in(config: Path) -> dict[str, str] | None:
-    """Return the weights files that a config names, and their digests; None if there is no config."""
+    """Return the weights files named in a config, and their digests; None if there is no config."""
     named = {name: digest for name, digest in read_digests(config).items() if name.endswith(WEIGHTS_END)}
     return named if config.is_file() else None
 
@@ -190,8 +190,10 @@ def refuse(path: object, what: str, faults: list[str]) -> None:
 
 
 def entry_faults(content: Mapping[str, Any], saved: object, free: Collection[str] | None = None) -> list[str]:
-    """List the entries of a JSON file that differ from their digests, except those in `free` (None: further ones are
-    allowed)."""
+    """List the entries of a JSON file that differ from their digests.
+
+    Those in `free` are exempt; with None, further entries are allowed.
+    """
     if not isinstance(saved, Mapping):
         return [f"{DIGESTS} is {saved!r}; expected the digests of the other entries"]
     found = entries_of(content, {*(free or ()), DIGESTS})

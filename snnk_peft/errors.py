@@ -1,4 +1,4 @@
-"""Exceptions and warnings of the package; every message says what was given, what was expected and what to do."""
+"""Exceptions and warnings of the package; each message says what was given, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 class ConfigError(ValueError):
-    """A configuration or an input file is wrong. Lists every fault at once, so one correction round is enough.
+    """A configuration or an input file is wrong. Lists all faults at once, so that one round of corrections is enough.
 
     Args:
         faults: one message or several. Each says what was given, what was expected and the next step.

@@ -1,9 +1,9 @@
 """check_family: check that the description of an architecture (`ModelFamily`) matches a model.
 
-A path can name a module that exists but is never called, or one whose output is not used. Every part that the model
-supports is therefore put into a copy of it, and run on one probe batch:
+A path can name a module that exists but is never called, or whose output is not used. So every part that the model
+supports is put into a copy of it, and run on one probe batch:
 
-    called      the model runs, and every slot in it
+    called      the model and every slot in it run
     gradient    the trained parameters at each place get a nonzero gradient
     changes     changing trained parameters changes the output
     beliefs     a slot's assumptions hold (`Slot.check`: hidden units are activation(a), gated ones times b)
@@ -37,7 +37,7 @@ from snnk_peft.tuner.given_model import of_transformers, refuse_patched, refuse_
 from snnk_peft.tuner.model import plan_patches
 from snnk_peft.tuner.slot_layer import SlotLayer, is_saved_in_full
 
-# Paths inside one layer, which exist in every model of a family; the others belong to heads that a model may lack.
+# Paths inside one layer, which exist in every model of a family; the others are those of heads, which may be missing.
 IN_LAYERS = (
     *("attention", "query", "key", "value", "attention_out", "attention_adapter"),
     *("ffn_in", "ffn_up", "activation", "ffn_out", "ffn_adapter"),
@@ -47,7 +47,7 @@ SHOWN = 6  # places named in a message
 
 @dataclass(frozen=True)
 class FamilyReport:
-    """Result of `check_family`; print it for a table.
+    """Result of `check_family`; prints as a table.
 
     Args:
         model_class: the class of the model.
@@ -71,18 +71,18 @@ class FamilyReport:
 def check_family(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> FamilyReport:
     """Check the description of a model's family on the model itself, with one probe batch for each part it supports.
 
-    Every case runs on a copy of the model: a small one, created from a config with random weights, is enough.
+    Every case runs on a copy of the model. A small model with random weights, created from a config, is enough.
 
     Args:
         model: a transformers model without adapters, of a family in `FAMILIES` (see `register_family`). It is not
             changed.
-        probe: model inputs. None creates random ones for models that take `input_ids` or `pixel_values`.
+        probe: model inputs. None creates random ones for models with the input `input_ids` or `pixel_values`.
 
     Returns:
         The cases that were checked, and those that this model does not support, with the reason.
 
     Raises:
-        UnsupportedError: the description is wrong (lists every fault of every part, with its path); or the family is
+        UnsupportedError: the description is wrong (lists all faults of all parts, with their paths); or the family is
             unknown or supports no part; or the model is patched, a bundle, or quantized.
 
     Example:
@@ -150,7 +150,7 @@ def _reason_against(model: nn.Module, config: SNNKConfig) -> str | None:
 
 
 def _check(model: Any, config: SNNKConfig, inputs: Mapping[str, Any]) -> Iterator[str]:
-    """Try one part in a model, which is changed, and yield the faults."""
+    """Try one part in a model, changing the model, and yield the faults."""
     before = _outputs(model.eval(), inputs)
     patched = get_snnk_model(model, config).eval()
     layers = {name.removeprefix("base_model.model."): m for name, m in patched.named_modules() if _holds(m)}
@@ -203,7 +203,7 @@ def _holds(module: nn.Module) -> bool:
 
 
 def _gets_gradient(layer: nn.Module) -> bool:
-    """Return whether a trained parameter here has a gradient, or there is nothing to train (an omitted activation)."""
+    """Return True if a trained parameter here has a gradient, or nothing is trained here (an omitted activation)."""
     inside = {p for child in layer.modules() if child is not layer and _holds(child) for p in child.parameters()}
     trained = [p for p in layer.parameters() if p.requires_grad and p not in inside]
     return not trained or any(p.grad is not None and bool(p.grad.count_nonzero()) for p in trained)
@@ -211,7 +211,7 @@ def _gets_gradient(layer: nn.Module) -> bool:
 
 @torch.no_grad()
 def _perturb(model: nn.Module) -> None:
-    """Set every trained parameter to a random value, as after training: a part may be initialised to the identity."""
+    """Randomise every trained parameter, as after training: a part may be initialised to the identity."""
     generator = torch.Generator("cpu").manual_seed(0)
     for parameter in model.parameters():
         if parameter.requires_grad:

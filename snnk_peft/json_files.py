@@ -1,4 +1,4 @@
-"""Reading of JSON files that may be damaged or malicious: every fault is a ConfigError."""
+"""Read JSON files that may be damaged or malicious: every fault is a ConfigError."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from snnk_peft.errors import ConfigError
 
-DEEPEST = 64  # containers in containers; ours have six
-LARGEST_JSON = 1 << 26  # bytes; what a file of this size becomes in memory still fits there
+DEEPEST = 64  # nested containers; ours have six levels
+LARGEST_JSON = 1 << 26  # bytes; a file of this size still fits into memory when parsed
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file; ConfigError if it is not a regular file (a pipe, a folder), or not JSON."""
     path = Path(path)
-    if not path.is_file():  # opening a pipe would wait for somebody to write
+    if not path.is_file():  # opening a pipe would block until someone writes
         raise ConfigError(f"{path} is {'no file' if os.path.lexists(path) else 'missing'}; expected a JSON file")
     try:
         if path.stat().st_size > LARGEST_JSON:

@@ -1,6 +1,6 @@
 """Model cards of bundles and adapter checkpoints, rendered from data. Every card says `import snnk_peft`.
 
-The text is `templates/model_card.md`; this module fills its fields. Unknown entries are marked as unknown, never
+The text is `templates/model_card.md`, whose fields are filled in here. Unknown entries are marked as unknown, never
 invented.
 """
 
@@ -41,7 +41,7 @@ TASK_HEADS = {
     "QUESTION_ANS": "ForQuestionAnswering",
     "CAUSAL_LM": "ForCausalLM",
 }
-# The title of the card that PEFT writes beside every adapter; whoever edits the card replaces it.
+# The title of the card that PEFT writes with every adapter; a user who edits the card replaces it.
 PEFT_TITLE = "# Model Card for Model ID"
 SENTENCE_LOAD = """import snnk_peft  # makes the Auto classes know the model
 from sentence_transformers import SentenceTransformer
@@ -50,7 +50,7 @@ model = SentenceTransformer("<this repository>")"""
 
 
 class AdapterConfig(Protocol):
-    """The fields of an adapter's config that a card shows."""
+    """The fields of an adapter's config that appear on a card."""
 
     base_model_name_or_path: str | None
     task_type: Any
@@ -106,7 +106,7 @@ def write_model_card(
     folder = Path(folder)
     is_adapter, embeds = (folder / "adapter_config.json").exists(), (folder / "modules.json").exists()
     name = model_class or (report.model_class if report is not None else "PreTrainedModel")
-    name = name.replace("LMHeadModel", "ForCausalLM")  # an older name of the same head; Auto classes have the new one
+    name = name.replace("LMHeadModel", "ForCausalLM")  # older name of the same head; Auto classes use the new one
     base = hub_id(base_model) or (hub_id(report.base_model) if report is not None else None)
     parts = config if config is not None else (report.parts if report is not None else {})
     header = ModelCardData(
@@ -146,7 +146,7 @@ def write_model_card(
 def write_adapter_card(
     folder: str | os.PathLike[str], config: AdapterConfig, class_mapping: Mapping[str, Any] | None
 ) -> None:
-    """Replace the card that PEFT writes beside an adapter; a card edited by the user is kept."""
+    """Replace the card that PEFT writes with an adapter; a card edited by the user is kept."""
     folder = Path(folder)
     card = folder / "README.md"
     if card.is_file() and PEFT_TITLE not in card.read_text(encoding="utf-8", errors="replace"):
@@ -162,8 +162,8 @@ def mend_card(path: Path, base_model: str | None) -> None:
     """Add the header fields that the Hub requires to a card, and leave everything else unchanged.
 
     Args:
-        path: of the card.
-        base_model: for a card that names none. A local path is removed, since the Hub refuses it.
+        path: path of the card.
+        base_model: for a card that names none. A local path is removed, since the Hub rejects it.
     """
     try:
         card = ModelCard.load(path)
@@ -182,7 +182,7 @@ def mend_card(path: Path, base_model: str | None) -> None:
 
 
 def _listed(value: object) -> list[str]:
-    """Return header entries, which may be one string or several, as a list."""
+    """Return header entries, one string or several, as a list."""
     return [str(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
 
 
@@ -197,7 +197,7 @@ def template() -> str:
 
 
 def mentions_import(card: str) -> bool:
-    """Return whether a card tells its readers to import this package."""
+    """Return True if a card tells its readers to import this package."""
     return "import snnk_peft" in card
 
 
@@ -221,7 +221,7 @@ def _load(name: str, is_adapter: bool) -> str:
     head = next((head for head in PIPELINE_TAGS if name.endswith(head)), "Model")
     head = "" if head == "Model" else head
     if is_adapter:
-        head = head if head in TASK_HEADS.values() else ""  # PEFT has Auto classes for these only
+        head = head if head in TASK_HEADS.values() else ""  # PEFT has Auto classes only for these
         return (
             "import snnk_peft  # makes PEFT know the method\n"
             f"from peft import AutoPeftModel{head}\n\n"

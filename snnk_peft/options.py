@@ -5,7 +5,7 @@ A field of a dataclass (parts, settings of recipes), or an argument of a constru
     scale: float = option(1.0, "factor on the input", above=0)
     def __init__(self, scale: Annotated[float, Option("factor on the input", above=0)] = 1.0): ...
 
-The type is the annotation's. `value_faults` checks all values and collects what is wrong; `documented` writes the help
+The type is the annotation's. `value_faults` checks all values and collects the faults; `documented` writes the help
 into the docstring. Nothing else of the package is imported here, so that `--help` of a recipe does not need torch.
 """
 
@@ -37,7 +37,7 @@ TYPE_WORDS: dict[Any, tuple[str, str]] = {
     Mapping: ("a dict of arguments", "a section with keys"),
     Callable: ("a function", "a function"),
 }
-MOST = 1 << 28  # entries of one matrix, and so of its rows and columns: a gigabyte in fp32
+MOST = 1 << 28  # entries of a matrix, and so of its rows and columns: a gigabyte in fp32
 MOST_SEED = (1 << 63) - 1
 LIMITS = {
     "above": (">", operator.gt),
@@ -58,10 +58,10 @@ class Option:
 
     Attributes:
         help: one or two sentences.
-        choices: the only allowed values of their type.
+        choices: the only allowed values of their types.
         low: the minimum; `high` the maximum.
         above: exclusive lower bound; `below` exclusive upper bound.
-        checked: False if the value has a check of its own.
+        checked: False if the value has its own check.
         type: filled in by `options_of`: the annotation.
     """
 
@@ -98,12 +98,12 @@ class Option:
             return True
         if not any(fits_type(value, kind) for kind in self._free_kinds()):
             return False
-        # NaN, which compares false with everything, violates every limit.
+        # NaN compares false with everything, so it violates every limit.
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         return not number or all(holds(value, limit) for _, holds, limit in self._limits())
 
     def _free_kinds(self) -> list[Any]:
-        """Return the types of which any value in range is valid, without those of the choices."""
+        """Return the types of which any value in range is valid, except those of the choices."""
         return [kind for kind in self.kinds() if kind not in {type(choice) for choice in self.choices}]
 
     def _limits(self) -> list[tuple[str, Callable[[Any, Any], bool], float]]:
@@ -200,7 +200,7 @@ def argument_faults(
 
 
 def documented(cls: AnyClass) -> AnyClass:
-    """Put the options of a dataclass, or of the constructor, into the docstring, before other arguments named there."""
+    """Add the options of a dataclass or constructor to the docstring, before other arguments listed there."""
     lines, declaring = [], typing.cast(Any, cls)
     for name, known in options_of(cls if dataclasses.is_dataclass(cls) else declaring.__init__).items():
         if known.help:

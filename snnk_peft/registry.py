@@ -1,4 +1,4 @@
-"""A name -> object table that finds its members by importing every module in and below one folder.
+"""A name -> object table that finds its members by importing every module in a folder and its subfolders.
 
 Adding a member means adding a file: `projections/sorf.py` with `@PROJECTIONS.register("sorf")` is enough. Discovery
 happens on first use, so importing the package stays cheap.
@@ -35,7 +35,7 @@ class NamedOptions:
         names = list(known)[1:]
         if not any(p.kind is p.VAR_KEYWORD for p in known.values()) and not given.keys() <= set(names):
             faults = [cls.unknown_option(name, names) for name in given if name not in names]
-            # By these words PEFT recognises entries of a newer version in a file, which it ignores with a warning.
+            # PEFT recognises a newer version's entries in a file by these words, and ignores them with a warning.
             raise UnknownOptionError([*faults[:-1], f"{faults[-1]} (got an unexpected keyword argument)"])
         return object.__new__(cls)
 
@@ -61,8 +61,10 @@ class Registry(Generic[T]):
         self._discovered = False
 
     def register(self, name: str, member: T | None = None) -> Callable[[T], T]:
-        """Add `member` under `name`; without `member`, return a decorator. A second, different member is a
-        ConfigError."""
+        """Add `member` under `name`; without `member`, return a decorator.
+
+        A second, different member is a ConfigError.
+        """
 
         def add(item: T) -> T:
             if name in self._members and self._members[name] is not item:

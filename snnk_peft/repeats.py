@@ -1,7 +1,7 @@
 """Warnings, with counts, about rows that occur in two sets, or with two labels.
 
-A row is any hashable object: the digests that `rows` computes from batches, or texts. The score on fitted rows says
-nothing about new ones, and no classifier is right about a row with two labels.
+A row is any hashable object, such as a text or a digest that `rows` computes from a batch. The score on fitted rows
+says nothing about new ones, and no classifier can be right about a row with two labels.
 """
 
 from __future__ import annotations

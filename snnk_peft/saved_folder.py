@@ -1,7 +1,7 @@
-"""Atomic writes of files and folders: elsewhere first, then renamed, file by file, the config last.
+"""Atomic writes of files and folders: written elsewhere first, then renamed one by one, the config last.
 
 If a full disk or a killed process interrupts a write, the previous content remains. A kill between two renames can
-leave new weights beside an older config, whose digest of the weights then does not match (digests.py).
+leave new weights next to an older config, whose digest of the weights then does not match (digests.py).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from safetensors import SafetensorError
 
 from snnk_peft.errors import ConfigError
 
-CONFIGS = ("adapter_config.json", "config.json")  # a folder without one is no model
+CONFIGS = ("adapter_config.json", "config.json")  # a folder without one is not a model
 
 
 @contextlib.contextmanager
 def written_whole(
     folder: str | os.PathLike[str], outdated: Callable[[Path], bool] = lambda old: False
 ) -> Iterator[Path]:
-    """Provide an empty folder in a context, whose files move to `folder` on exit without an error.
+    """Provide an empty folder in a context; on exit without an error, its files are moved to `folder`.
 
-    Files with other names are kept, unless they are `outdated` ones without a successor.
+    Files with other names are kept, unless they are `outdated` and have no successor.
 
     Raises:
         ConfigError: the folder cannot be written to; existing files are unchanged.
@@ -37,7 +37,7 @@ def written_whole(
     temporary = target / f".saving.{os.getpid()}@{socket.gethostname()}.tmp"
     try:
         _remove_leftovers(target)
-        staged = temporary / (target.resolve().name or "folder")  # a model card has the folder's name as its title
+        staged = temporary / (target.resolve().name or "folder")  # a model card takes its title from the folder's name
         staged.mkdir(parents=True)
         yield staged
         _publish(staged, target, outdated)
@@ -48,7 +48,7 @@ def written_whole(
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the first that is not empty ends it
+        with contextlib.suppress(OSError):  # stops at the first that is not empty
             for each in made:
                 each.rmdir()
 
@@ -60,7 +60,7 @@ def _remove_leftovers(target: Path) -> None:
         number = found.name.removeprefix(".saving.").removesuffix(host)
         try:
             if int(number) != os.getpid():
-                os.kill(int(number), 0)  # only asks whether it lives
+                os.kill(int(number), 0)  # only checks whether it is alive
                 continue
         except (ValueError, PermissionError):
             continue
@@ -89,7 +89,7 @@ def _remove(files: list[Path]) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Provide a temporary file name in a context, which replaces `path` on exit without an error.
+    """Provide a temporary file name in a context; on exit without an error, the file replaces `path`.
 
     Leftovers of a killed process under that name are overwritten.
     """

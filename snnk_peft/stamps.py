@@ -1,4 +1,4 @@
-"""Writing of digests: of tensors into a weights file, of entries and weights into a config."""
+"""Write digests: of tensors into a weights file, of entries and weights into a config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def stamp_together(config: Path, free: Collection[str], weights: Iterable[Path],
         config: a JSON file.
         free: entries without digests, which users may edit.
         weights: safetensors files.
-        before: the config that this one replaces. If its entries are equal, the other weights files that it names are
+        before: the config that this one replaces. If its entries are equal, the other weights files it names are
             variants (float16) of the same model.
     """
     ties = {path.name: stamp_tensors(path) for path in sorted(weights)}
@@ -47,8 +47,10 @@ def _ties_of_the_same(config: Path, before: Path) -> dict[str, str]:
 
 
 def stamp_tensors(path: Path) -> str:
-    """Write the digests of a safetensors file's tensors into its header unless it has them; return their joint
-    digest."""
+    """Write the digests of a safetensors file's tensors into its header unless it has them.
+
+    Return their joint digest.
+    """
     with open_tensors(path) as file:
         if (saved := saved_digests(file)) is not None:
             return value_digest(saved)
@@ -67,7 +69,7 @@ def stamp_tensors(path: Path) -> str:
 
 
 def stamp_entries(path: Path, free: Collection[str], weights: Mapping[str, str] | None = None) -> None:
-    """Write digests of its entries, and of the files saved with it, by name, into a JSON file."""
+    """Write the digests of a JSON file's entries, and of the files saved with it, by name, into the file."""
     content = json.loads(path.read_text(encoding="utf-8"))
     digests = {key: value_digest(value) for key, value in entries_of(content, {*free, DIGESTS}).items()}
     content[DIGESTS] = digests | dict(weights or {})

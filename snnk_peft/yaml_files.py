@@ -1,4 +1,4 @@
-"""Bounded reading of YAML written by users: a few lines of aliases can expand beyond any memory."""
+"""Bounded reading of YAML written by users: a few lines of aliases can expand to more than any memory holds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def parse_yaml(text: str, where: str) -> Any:
 def _size(node: Any, known: dict[int, int]) -> int:
     """Count the values in a node, following aliases; more than `MOST` for a node that contains itself."""
     if id(node) not in known:
-        known[id(node)] = MOST + 1  # until it is counted
+        known[id(node)] = MOST + 1  # until counted
         parts = node.value if isinstance(node, yaml.CollectionNode) else []
         flat = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
         known[id(node)] = 1 + sum(_size(part, known) for part in flat)

@@ -23,7 +23,7 @@ from snnk_cli.files import write_json
 from snnk_cli.lock import hold
 from snnk_cli.run_folder import environment, peak_memory
 from snnk_cli.terminal import show_table
-from snnk_cli.timing import alternate as alternate  # all programs time in this way
+from snnk_cli.timing import alternate as alternate  # how all programs take timings
 from snnk_cli.timing import ratio as ratio
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def parser(description: str, name: str) -> argparse.ArgumentParser:
-    """Create a parser with the options that every benchmark has."""
+    """Create a parser with the options common to all benchmarks."""
     made = _Options(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--repetitions", type=int, default=9, help="timed repetitions, candidates in turn (default 9)")
     made.add_argument("--output", type=Path, default=RESULTS / name / "metrics.json", help="file of the figures")
@@ -50,7 +50,7 @@ class _Options(argparse.ArgumentParser):
 
 
 def add_device(options: argparse.ArgumentParser, help: str) -> None:
-    """Add `--device`, refusing devices that this machine does not have."""
+    """Add `--device`, rejecting devices that this machine does not have."""
 
     def available(name: str) -> str:
         if name != "cpu" and not (name.startswith("cuda") and torch.cuda.is_available()):
@@ -67,7 +67,7 @@ def peak_growth(work: Callable[..., Any], *arguments: Any) -> int:
     """Return the growth in bytes of a fresh process's peak memory during the second half of `prepare() -> run`.
 
     `work(*arguments)` prepares (imports, loads the model) and returns a function; the growth of the process's peak
-    resident memory during that function is the result.
+    resident memory while that function runs is the result.
     """
     return peak_of_process(work, *arguments)[1]
 
@@ -128,7 +128,7 @@ def peak_bytes(run: Callable[[], object]) -> int | None:
 
 
 def resident() -> int:
-    """Return the bytes resident now (Linux), else the peak so far."""
+    """Return the bytes resident now (Linux), or else the peak so far."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()

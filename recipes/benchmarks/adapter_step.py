@@ -6,9 +6,9 @@
     python recipes/benchmarks/adapter_step.py --model llama --checkpointing --methods snnk rows upper lora lora_norms
 
 One step = forward, backward and AdamW on a batch of 32 x 128 tokens. SNNK: 16 ReLU features, Houlsby placement; "rows":
-7 learned GELU rows beside query and value, and all norms; "upper": 8 in all layers but the first, which the backward
+7 learned GELU rows next to query and value, and all norms; "upper": 8 in all layers but the first, which the backward
 pass does not enter, and these layers' norms; "cut": 12 in the upper half of the layers, with their norms, on stored
-outputs of the lower half (`method.cut` of recipes/finetune.py); "parallel": 16 beside the FFN (not in a Llama, whose
+outputs of the lower half (`method.cut` of recipes/finetune.py); "parallel": 16 next to the FFN (not in a Llama, whose
 FFN is gated). LoRA: r = 8 on query and value; with all norms; as DoRA. All train the classifier, without dropout, as
 in the settings files. `--model llama` has 4 layers x 512, `llama12` has 12 layers x 768, and `bert_base` has
 BERT-base's sizes; weights are random, which changes neither time nor memory. `--checkpointing` recomputes activations
@@ -67,12 +67,12 @@ LLAMAS = {
 TARGETS_OF = {"minilm": TARGETS, "bert_base": TARGETS, **{name: ["q_proj", "v_proj"] for name in LLAMAS}}
 
 
-# Learned rows on inputs without normalisation; 4 times the readout, which features of 7 rows divide by √7.
+# Learned rows on inputs without normalisation; 4 times the readout, which features with 7 rows divide by √7.
 LEARNED = {"component": "gelu", "projection": "free", "normalize": False, "scaling": 10.6}
 # All layers but the first, and the upper half, of a model of any depth.
 UPPER, HALF = "upper", "half"
-TINY = 1, 8  # texts and tokens of a step whose cost is that of dispatching its operations
-# As many trained parameters as LoRA of rank 8 on queries and values.
+TINY = 1, 8  # texts and tokens of a step that costs only the dispatching of its operations
+# The same number of trained parameters as LoRA of rank 8 on queries and values.
 ADAPTERS: dict[str, dict[str, Any]] = {
     "snnk": {"num_features": 16},
     "snnk_pfeiffer": {"num_features": 32, "placement": "pfeiffer"},
@@ -101,9 +101,9 @@ def adapted(base: Any, method: str, targets: Sequence[str], **config: Any) -> to
 
 
 def step_of(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], device: str, dtype: str) -> Callable[[], None]:
-    """Return a function that makes one training step, with attributes.
+    """Return a function that runs one training step, with attributes.
 
-    `trainable` is the number of trained parameters, `gradients` runs only the forward and backward pass.
+    `trainable` is the number of trained parameters; `gradients` runs only the forward and backward pass.
     """
     model.to(device).train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
@@ -156,7 +156,7 @@ def prepare(
 
 
 def three_steps(preparing: Callable[..., Callable[[], None]], *arguments: Any) -> Callable[[], object]:
-    """Make three steps of `preparing` at once, for the memory measurement."""
+    """Run three steps of `preparing` at once, for the memory measurement."""
     step = preparing(*arguments)
     return lambda: [step() for _ in range(3)]
 
@@ -164,9 +164,9 @@ def three_steps(preparing: Callable[..., Callable[[], None]], *arguments: Any) -
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add the options of device, dtype and sizes."""
     add_device(options, "cpu, cuda or cuda:N")
-    options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the forward pass")
+    options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of forward passes")
     options.add_argument("--batch-size", type=int, default=32, help="examples per step")
-    options.add_argument("--processes", type=int, default=5, help="measurements of memory on a processor, 0 for none")
+    options.add_argument("--processes", type=int, default=5, help="memory measurements on a CPU, 0 for none")
 
 
 def compare(
@@ -179,9 +179,9 @@ def compare(
 
     Args:
         preparing: (method, device, dtype, *given) -> a step.
-        arguments: arguments of the command line, see `add_options`.
+        arguments: command-line arguments, see `add_options`.
         *given: further arguments of `preparing`.
-        methods: "snnk", which the ratios compare, "lora", and others.
+        methods: "snnk" and "lora", which the ratios compare, and others.
     """
     device = arguments.device
     known = (device, arguments.dtype, *given)
@@ -235,10 +235,10 @@ def main() -> None:
     add_options(options)
     options.add_argument("--length", type=int, default=128, help="tokens per text")
     options.add_argument(
-        "--methods", nargs="+", default=["snnk", "lora"], choices=METHODS, help="snnk and lora among them (default)"
+        "--methods", nargs="+", default=["snnk", "lora"], choices=METHODS, help="including snnk and lora (the default)"
     )
-    options.add_argument("--model", default="minilm", choices=TARGETS_OF, help="what is trained")
-    options.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
+    options.add_argument("--model", default="minilm", choices=TARGETS_OF, help="model to train")
+    options.add_argument("--checkpointing", action="store_true", help="use gradient checkpointing")
     arguments = options.parse_args()
     size = arguments.batch_size, arguments.length
     given = arguments.model, arguments.checkpointing

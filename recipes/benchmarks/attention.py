@@ -111,7 +111,7 @@ def speed(section: str, repetitions: int, lengths: Sequence[int], device: str, d
     for length in lengths:
         runs = candidates(length, section == "causal", section == "training", device, dtype, flash)
         peaks = {name: allocated_growth(runs[name], device) for name in ("linear", "softmax")}
-        # Two pairs, not three in turn: the products leave fresh memory and a cold cache to the next candidate.
+        # Two pairs, not three in turn: the products leave the next candidate fresh memory and a cold cache.
         plain = {"products": runs.pop("products"), "linear": runs["linear"]}
         seconds, beside = alternate(runs, repetitions, warmup=1), alternate(plain, repetitions, warmup=1)
         timed = {**seconds, "products": beside["products"]}
@@ -140,7 +140,7 @@ def prepare(length: int) -> Run:
 
 
 def memory() -> tuple[Rows, float]:
-    """Return peak growth by length, and the exponent of the power law that fits it best up to 32,768."""
+    """Return peak growth by length, and the exponent of the best-fitting power law up to 32,768."""
     rows = []
     for length in MEMORY_LENGTHS:
         rows.append({"length": length, "linear_MiB": peak_growth(prepare, length) / 2**20})
@@ -252,7 +252,7 @@ def training_step(attention: dict[str, Any] | str, device: str, documents: int) 
     """
     torch.manual_seed(0)
     task = TASKS["lra_text"]
-    # Without dropout of weights, which linear attention does not have, softmax may use its fused kernel.
+    # Without dropout on the weights, which linear attention lacks, softmax may use its fused kernel.
     sizes = LongRangeModel(attention_dropout=0.0)
     method = AttentionMethod("softmax" if attention == FORMED else attention)
     model = build_classifier(task, sizes, method, 4000, seed=0).train().to(device)
@@ -274,9 +274,9 @@ def training_step(attention: dict[str, Any] | str, device: str, documents: int) 
 
 
 def pairs(repetitions: int, device: str, documents: int, chosen: Sequence[str], processes: int) -> Rows:
-    """Measure seconds and peak memory of a training step of chosen pairs, and both relative to softmax.
+    """Measure seconds and peak memory of a training step for chosen pairs, and both relative to softmax.
 
-    On a CPU the peak differs by some percent between processes: the median of `processes` is reported.
+    On a CPU, the peak differs by a few percent between processes: the median of `processes` is reported.
     """
     methods: dict[str, dict[str, Any] | str] = {"softmax": "softmax", FORMED: FORMED}
     for name in chosen:
@@ -316,9 +316,9 @@ def main() -> None:
     options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help=three)
     options.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help=f"{three}; multiples of 64")
     options.add_argument("--flash", action="store_true", help=f"{three}: softmax by torch's flash kernel alone")
-    options.add_argument("--batch-size", type=int, default=2, help="documents in a step of pairs (2)")
-    options.add_argument("--pairs", nargs="+", default=PAIRS, choices=PAIRS, metavar="PAIR", help="which ones (all 18)")
-    options.add_argument("--processes", type=int, default=5, help="measurements of pairs' memory on a processor")
+    options.add_argument("--batch-size", type=int, default=2, help="documents per step of pairs (default 2)")
+    options.add_argument("--pairs", nargs="+", default=PAIRS, choices=PAIRS, metavar="PAIR", help="(default all 18)")
+    options.add_argument("--processes", type=int, default=5, help="memory measurements of pairs on a CPU")
     arguments = options.parse_args()
     if arguments.processes < 1:
         options.error(f"--processes was {arguments.processes}; expected 1 or more")

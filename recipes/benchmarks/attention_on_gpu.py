@@ -79,7 +79,7 @@ def replayed(run: Run) -> float:
 
 
 def layer_and_maps(device: str) -> tuple[KernelAttention, Any]:
-    """Return a layer, and the logarithms of its maps in the form that its operation takes."""
+    """Return a layer, and the logarithms of its maps in the form that its operation expects."""
     layer = KernelAttention([build_feature_map("posrf", "orf", DIM, FEATURES)], HEADS).to(device)
     with torch.no_grad():
         maps = cast(AttentionTerm, layer.terms[0]).logarithms({}, DIM**-0.25, torch.zeros((), device=device))
@@ -165,13 +165,13 @@ def timed(row: dict[str, Any], candidates: Iterator[tuple[str, Run]], device: st
             row[f"{name}_ms"] = wall(run, device)
             if device != "cpu":
                 row[f"{name}_device_ms"] = replayed(run)
-        except Exception as error:  # of any kind: it is reported, and the others are still measured
+        except Exception as error:  # any error is reported, and the others are still measured
             row[f"{name}_error"] = f"{type(error).__name__}: {str(error)[:160]}"
     return row
 
 
 def plot(rows: list[dict[str, Any]], file: Path, card: str) -> None:
-    """Plot wall time by length at the smallest batch, of layer and flash."""
+    """Plot wall time of layer and flash by length, at the smallest batch."""
     smallest = min(row["batch"] for row in rows)
     curves = {
         f"{kind}: {name}": points
@@ -195,8 +195,8 @@ def main() -> None:
     options.set_defaults(device="cuda")
     options.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     options.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
-    options.add_argument("--compiled", type=int, nargs="*", default=[4096], help="lengths at which to compile (4096)")
-    options.add_argument("--seconds", type=float, default=75.0, help="after these nothing new is measured")
+    options.add_argument("--compiled", type=int, nargs="*", default=[4096], help="lengths to compile at (default 4096)")
+    options.add_argument("--seconds", type=float, default=75.0, help="start no new measurement after this time")
     options.add_argument("--output", type=Path, default=RESULTS / "gpu" / "attention_on_gpu" / "metrics.json")
     given = options.parse_args()
     card = torch.cuda.get_device_name() if given.device != "cpu" else "cpu"

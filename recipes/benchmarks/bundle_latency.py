@@ -29,7 +29,7 @@ LAYERS, FEATURES, TOKENS = (3, 6), (8, 32, 128), (16, 128)
 def macs(model, inputs) -> int:
     """Count the multiply-accumulates of one forward pass."""
     timed = model.config._attn_implementation
-    model.set_attn_implementation("eager")  # on the CPU the counter does not see into fused attention
+    model.set_attn_implementation("eager")  # on a CPU, the counter cannot see into fused attention
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad():
         model(**inputs)
@@ -81,7 +81,7 @@ def main() -> None:
         for name, model in models.items():
             model.save_pretrained(folders[name])
         seconds = alternate({name: forward(model) for name, model in models.items()}, arguments.repetitions)
-        # A loaded model's weights are mapped and not yet read, so both the bare call and the first answer are timed.
+        # A loaded model's weights are mapped but not yet read, so both the bare call and the first answer are timed.
         load = {
             name: partial(AutoModelForSequenceClassification.from_pretrained, path) for name, path in folders.items()
         }

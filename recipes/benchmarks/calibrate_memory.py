@@ -28,7 +28,7 @@ from snnk_peft import (
 )
 
 STEPS = 20
-NARROWER = 0.75  # share of hidden units, and of the dimensions of heads, that is kept
+NARROWER = 0.75  # share of hidden units, and of head dimensions, to keep
 PARTS = ("forward pass", "6 FFNs", "attention", f"attention, {STEPS} steps", "narrow FFNs", "narrow heads", "low rank")
 
 
@@ -79,8 +79,8 @@ def main() -> None:
     options.add_argument("--model", type=Path, required=True, help="folder of a classifier with token inputs")
     options.add_argument("--tokens", nargs="+", type=int, default=[25_000, 100_000], help="(default 25000 100000)")
     options.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS, help="(default all)")
-    options.add_argument("--batch-size", type=int, default=32, help="rows of a batch (default 32)")
-    options.add_argument("--length", type=int, default=64, help="tokens of a row (default 64)")
+    options.add_argument("--batch-size", type=int, default=32, help="rows per batch (default 32)")
+    options.add_argument("--length", type=int, default=64, help="tokens per row (default 64)")
     arguments = options.parse_args()
     rows = []
     for tokens in arguments.tokens:

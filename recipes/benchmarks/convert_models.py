@@ -29,7 +29,7 @@ NAMES = ("curve", "cifar10", "llama", "recall", "llama_ffn", "embeddings", "size
 def main() -> None:
     """Parse the command line, run the benchmark and write its results."""
     first = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    first.add_argument("name", choices=NAMES, help="what is converted; NAME --help says how")
+    first.add_argument("name", choices=NAMES, help="what to convert; see NAME --help")
     name = first.parse_args(sys.argv[1:2]).name
     conversion = import_module(f"_conversions.{name}")
     options = parser(conversion.__doc__ or "", f"convert_{name}")

@@ -32,7 +32,7 @@ FILES = {"vit_cifar": (2048, (32, 32)), "vit_small": (256, (500, 375))}
 
 
 def write_pictures(folder: Path, count: int, size: tuple[int, int]) -> None:
-    """Write smooth random JPEG files of two classes; smooth, because noise decodes more slowly than photos."""
+    """Write smooth random JPEG files of two classes, because noise decodes more slowly than photos."""
     rng = np.random.default_rng(0)
     for number in range(count):
         small = Image.fromarray(rng.integers(0, 256, (12, 12, 3), dtype=np.uint8))
@@ -42,7 +42,7 @@ def write_pictures(folder: Path, count: int, size: tuple[int, int]) -> None:
 
 
 def loader(folder: Path, side: int, workers: int) -> ImageExamples:
-    """Create the examples as finetune.py does."""
+    """Create examples as finetune.py does."""
     processor = ViTImageProcessorPil(size={"height": side, "width": side})
     changes = Augmentation(AugmentSection(crop_scale=0.5, flip=0.5, mixup=0.2), (side, side), 3, seed=0)
     rows = TASKS["cifar10"].load(folder, splits=["train"])["train"]
@@ -53,10 +53,10 @@ def main() -> None:
     """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "data_loading")
     add_device(options, "of the training step")
-    options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the forward pass")
-    options.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="processes that make batches")
-    options.add_argument("--batch-size", type=int, default=32, help="pictures of a batch")
-    options.add_argument("--batches", type=int, help="at most so many of each model")
+    options.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="dtype of forward passes")
+    options.add_argument("--workers", type=int, nargs="+", default=[0, 1, 2], help="processes that prepare batches")
+    options.add_argument("--batch-size", type=int, default=32, help="images per batch")
+    options.add_argument("--batches", type=int, help="maximum number per model")
     arguments = options.parse_args()
     batch = arguments.batch_size
     rows: list[dict[str, Any]] = []

@@ -38,7 +38,7 @@ LENGTH = 128
 
 
 def model_of(method: str) -> torch.nn.Module:
-    """Return MiniLM prepared for training by a method."""
+    """Return MiniLM, prepared for training with a method."""
     torch.manual_seed(0)
     base = AutoModelForSequenceClassification.from_pretrained(resolve_model("minilm"), num_labels=2)
     if method == "full":
@@ -47,7 +47,7 @@ def model_of(method: str) -> torch.nn.Module:
 
 
 def measured(method: str, rank: int, processes: int, batch_size: int, repetitions: int) -> dict[str, Any]:
-    """Measure seconds of a step alone and together, in turn, and bytes of DDP's buckets; run in every process."""
+    """Measure seconds of a step alone and together, in turn, and bytes of DDP's buckets; run in each process."""
     ids = torch.randint(1000, 20000, (batch_size, LENGTH), generator=torch.Generator().manual_seed(rank))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2}
     alone = step_of(model_of(method), batch, "cpu", "float32") if rank == 0 else lambda: None
@@ -91,7 +91,7 @@ def work(rank: int, processes: int, batch_size: int, repetitions: int, methods: 
 def main() -> None:
     """Run the benchmark and write its results."""
     options = parser(__doc__ or "", "data_parallel")
-    options.add_argument("--processes", type=int, default=2, help="how many (default 2)")
+    options.add_argument("--processes", type=int, default=2, help="number of processes (default 2)")
     options.add_argument("--batch-size", type=int, default=16, help="texts per process and step (default 16)")
     options.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, help="default: all")
     arguments = options.parse_args()

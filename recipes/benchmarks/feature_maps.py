@@ -38,7 +38,7 @@ from snnk_peft.projections.base_structured import Structured
 
 STRUCTURED = ("sorf", "rom", "fastfood", "scrf", "pmodel")
 SIZES = (64, 128, 256, 512, 768, 1024, 2048)
-LIMIT, COSTLIER = 1.1, {"oprf": 1.3, "saderf": 1.3}  # their formula costs more: a parameter from all tokens
+LIMIT, COSTLIER = 1.1, {"oprf": 1.3, "saderf": 1.3}  # these cost more: a parameter computed from all tokens
 AGAIN = 5  # repetitions for a pair that looks slow
 
 
@@ -46,7 +46,7 @@ def build(component: str, projection: str, dim: int, num_features: int) -> Featu
     """Build the map with about `num_features` features."""
     cls = PROJECTIONS[projection]
     size = cls.nearest_size(dim, max(num_features, COMPONENTS[component]().fewest_rows()))
-    # Inputs of unit length: the attention of a real layer is scaled like this.
+    # Inputs of unit length, as attention is scaled in a real layer.
     params = {"x_norm": 1.0, "w_norm": 0.5} if component == "urf" else {}
     layer = None
     if cls.needs_layer:
@@ -101,7 +101,7 @@ def timed(
     seconds = alternate(runs, repetitions, warmup=0)
     found = {}
     for name, feature_map in maps.items():
-        # Per feature: some designs cannot have the wanted size.
+        # Per feature, because some designs cannot have the requested size.
         share = maps[yardstick].num_features / feature_map.num_features
         own, dense = seconds[name], seconds[yardstick]
         if share * ratio(own, dense) > limit:
@@ -115,7 +115,7 @@ def measure(
     component: str, num_features: int, shape: list[int], repetitions: int, projections: list[str]
 ) -> list[dict[str, Any]]:
     """Return one row per projection of a component; the first one is the reference."""
-    # The dense matrix first: the others are measured beside it.
+    # The dense matrix comes first: the others are compared with it.
     fitting = sorted(partners(component), key=lambda name: (name != "gaussian", name))
     names = [name for name in fitting if name in projections or name == fitting[0]]
     found: dict[str, FeatureMap] = {}
@@ -154,7 +154,7 @@ def measure(
 
 
 def adapting(counts: list[int], shape: list[int]) -> list[dict[str, Any]]:
-    """Time the components whose parameter comes from all tokens against posrf, all over the gaussian matrix."""
+    """Time the components with a parameter from all tokens against posrf, all over the gaussian matrix."""
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     x = x / x.norm(dim=-1, keepdim=True)
     rows = []
@@ -197,9 +197,9 @@ def main() -> None:
     options.add_argument("--components", nargs="+", default=COMPONENTS.names(), choices=COMPONENTS.names())
     options.add_argument("--projections", nargs="+", default=PROJECTIONS.names(), choices=PROJECTIONS.names())
     options.add_argument("--features", nargs="+", type=int, default=[64, 128, 256])
-    options.add_argument("--shape", nargs=4, type=int, default=[8, 12, 1024, 64], help="batch heads tokens dim")
+    options.add_argument("--shape", nargs=4, type=int, default=[8, 12, 1024, 64], help="batch, heads, tokens, dim")
     arguments = options.parse_args()
-    # Other pairs and sizes of an earlier run are kept, and every component is stored when it is done.
+    # Other pairs and sizes of an earlier run are kept, and each component is stored when it is done.
     earlier = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"rows": []}
     jobs = [(component, count) for component in arguments.components for count in arguments.features]
     rows = list(earlier["rows"])

@@ -24,7 +24,7 @@ class Case(NamedTuple):
     Args:
         model: builds the model.
         layers: number of such groups in the model.
-        width: dimension of their input.
+        width: dimension of the input.
         out: rows of each matrix.
         bias: whether they have a bias.
     """
@@ -43,7 +43,7 @@ def bert(width: int, layers: int, heads: int) -> BertModel:
 
 
 def llama() -> LlamaModel:
-    """Build a random Llama of SmolLM2-135M's size with a third of its layers."""
+    """Build a random Llama of SmolLM2-135M's size, with a third of its layers."""
     sizes: dict[str, Any] = {"hidden_size": 576, "num_hidden_layers": 10, "intermediate_size": 1536}
     return LlamaModel(LlamaConfig(**sizes, num_attention_heads=9, num_key_value_heads=3, vocab_size=1000))
 

@@ -43,7 +43,7 @@ def run_both(task: str, seed: int, runs: Path, overrides: list[str]) -> int:
 
 
 def compared(head: dict[str, Any], lora: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return one row for each share of the examples, from both reports."""
+    """Return a row for each share of the examples, from both reports."""
     return [
         {
             "task": head["task"],
@@ -65,7 +65,7 @@ def with_ratios(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Average over tasks and seeds, for each share that all of them have."""
+    """Average over tasks and seeds, for each share that all have."""
     runs = {(row["task"], row["seed"]) for row in rows}
     found = []
     for share in sorted({row["share of examples"] for row in rows}):
@@ -78,13 +78,13 @@ def means(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run, compare and write; returns 0 if done, otherwise the exit code of a run."""
+    """Run, compare and write; return 0 if done, otherwise the exit code of a run."""
     options = parser(__doc__ or "", "head_beside_lora")
-    options.add_argument("--data", type=Path, required=True, help="folder of GLUE")
+    options.add_argument("--data", type=Path, required=True, help="GLUE folder")
     options.add_argument("--tasks", nargs="+", default=["mrpc", "stsb", "sst2"], help="(default mrpc stsb sst2)")
     options.add_argument("--seeds", nargs="+", type=int, default=[0], help="(default 0)")
     options.add_argument("--runs", type=Path, default=Path("runs/head_beside_lora"), help="(default %(default)s)")
-    options.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="settings of every run")
+    options.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="settings for every run")
     arguments = options.parse_args()
     rows: list[dict[str, Any]] = []
     for seed in arguments.seeds:

@@ -36,7 +36,7 @@ def shapes(name: str) -> list[tuple[int, int, int]]:
 
 
 def resized(launch: Launch, shape: tuple[int, int, int]) -> dict[str, Any]:
-    """Return the options of a launch with other sizes."""
+    """Return the options of a launch, with other sizes."""
     block, warps, stages = shape
     rows = "BLOCK" if "BLOCK" in launch.options else "C"
     return {**launch.options, rows: block, "num_warps": warps, "num_stages": stages}
@@ -52,7 +52,7 @@ def compile_some(work: tuple[int, int, Sequence[str]]) -> int:
         try:
             launch.kernel[launch.grid](*launch.args, **resized(launch, shape))
             tried += 1
-        except Exception as error:  # of any kind: sizes that do not fit this GPU are left out, with a message
+        except Exception as error:  # any error: sizes that do not fit this GPU are left out, with a message
             print(f"{launch.name} {shape} is left out: {str(error).splitlines()[0] if str(error) else type(error)}")
     torch.cuda.synchronize()
     return tried
@@ -94,9 +94,9 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--lengths", type=int, nargs="+", default=[4096, 65536])
     options.add_argument("--parts", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
-    options.add_argument("--kernels", nargs="+", default=[""], help="whose names begin so: near, linear, causal, ...")
+    options.add_argument("--kernels", nargs="+", default=[""], help="name prefixes: near, linear, causal, ...")
     options.add_argument("--processes", type=int, default=min(14, os.cpu_count() or 1))
-    options.add_argument("--seconds", type=float, default=150.0, help="after these nothing new is measured")
+    options.add_argument("--seconds", type=float, default=150.0, help="start no new measurement after this time")
     options.add_argument("--output", type=Path, default=RESULTS / "gpu" / "kernel_sizes.json")
     given = options.parse_args()
     started = time.time()

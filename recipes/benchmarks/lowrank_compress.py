@@ -49,7 +49,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.layers.low_rank import LowRank
 from snnk_peft.tasks.base_image import FilePictures, converted
 
-# Study -> its two options and their help.
+# Study -> its two options with their help.
 PAIRS = {
     "resnet": {"resnet": "safetensors file of a CIFAR ResNet", "cifar10": "folder or archive of CIFAR-10"},
     "efficientnet": {
@@ -86,7 +86,7 @@ class Study:
 
     Args:
         title: title of table and figure.
-        score: name of the fraction of right answers.
+        score: name of the share of correct answers.
         original: the model, in eval mode.
         parts: size -> initialisation -> parts of the config.
         folds: folds that together evaluate every input once.
@@ -121,7 +121,7 @@ def answers(model: nn.Module, batches: Sequence[Batch]) -> torch.Tensor:
 
 
 def folded(patched: nn.Module, original: nn.Module) -> nn.Module:
-    """Return a copy with folded low-rank layers, for a model outside transformers, which `bundle` refuses."""
+    """Return a copy with folded low-rank layers, for a model outside transformers, which `bundle` rejects."""
     small = copy.deepcopy(original)
     for path, module in patched.get_base_model().named_modules():
         if isinstance(module, LowRank):
@@ -130,7 +130,7 @@ def folded(patched: nn.Module, original: nn.Module) -> nn.Module:
 
 
 def compressed(study: Study, make: Parts, fold: Fold, fit: bool) -> tuple[nn.Module, float]:
-    """Return the smaller model and the seconds it took."""
+    """Return the smaller model, and the seconds it took."""
     start = time.perf_counter()
     patched = get_snnk_model(copy.deepcopy(study.original), SNNKConfig(parts=make(), modules_to_save=[]))
     if fit:
@@ -191,7 +191,7 @@ def in_batches(pixels: torch.Tensor, size: int) -> list[Batch]:
 
 
 def low_rank(places: Mapping[str, Sequence[str]], scale: float, init: str) -> list[LowRankPart]:
-    """Return low-rank parts of convolutions at a rank scale; `places` maps what follows them to their patterns."""
+    """Return low-rank parts for convolutions at a rank scale; `places` maps what follows them to their patterns."""
     start = "spectral" if init == "data" else init  # `calibrate` does the rest
     same = {"kind": "conv", "split": "channel", "rank_scale": scale, "init": start}
     return [LowRankPart(list(patterns), activation=behind, **same) for behind, patterns in places.items()]

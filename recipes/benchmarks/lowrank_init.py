@@ -120,7 +120,7 @@ def measure(
             continue
         found = run(init)
         row["seconds"][init] = found.seconds
-        if init != "data":  # the risk of `data` is that on its inputs
+        if init != "data":  # the risk of `data` refers to its inputs
             row["relative_risk"][init] = found.relative_risk
         if layer["held out"] is not None:
             row["held_out"][init] = empirical(found, layer, row["activation"])
@@ -158,7 +158,7 @@ def key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Summarise how `function` compares over all rows; None where nothing was compared."""
+    """Summarise the comparisons of `function` over all rows; None where nothing was compared."""
     risks = [row["relative_risk"] for row in rows if "function" in row["relative_risk"]]
     excess = [risk["function"] - other for risk in risks for name, other in risk.items() if name != "function"]
     compared = [row for row in rows if row["restarts"] and "function" in row["relative_risk"]]
@@ -203,9 +203,9 @@ def main() -> None:
     options.add_argument("--rank-scales", nargs="+", type=float, default=list(SCALES))
     options.add_argument("--activations", nargs="+", default=list(ACTIVATIONS), choices=list(ACTIVATIONS))
     options.add_argument("--inits", nargs="+", default=INITS, choices=INITS)
-    options.add_argument("--layer", type=int, default=3, help="of MiniLM, 0 to 5 (default 3)")
+    options.add_argument("--layer", type=int, default=3, help="layer of MiniLM, 0 to 5 (default 3)")
     options.add_argument("--restarts", type=int, default=10, help="runs from random subspaces (default 10)")
-    options.add_argument("--resume", action="store_true", help="keep what --output has")
+    options.add_argument("--resume", action="store_true", help="keep existing results in --output")
     options.add_argument("--quick", action="store_true", help="64x256 and 128x128, rank scales 0.1 and 0.5")
     arguments = options.parse_args()
     shapes, scales = arguments.shapes, arguments.rank_scales

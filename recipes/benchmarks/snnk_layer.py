@@ -34,7 +34,7 @@ WIDTHS = [256, 512, 1024, 2048, 4096]
 FEATURES = [32, 128]
 PASSES = ("forward", "training")
 YARDSTICK = "linear, gelu"
-M_MMAP_THRESHOLD = -3  # of glibc's mallopt
+M_MMAP_THRESHOLD = -3  # from glibc's mallopt
 Rows = list[dict[str, Any]]
 Key = tuple[str, str, str]  # section, pass, name
 
@@ -105,16 +105,16 @@ def runs(width: int, features: Sequence[int], shape: Sequence[int], device: str)
 
 
 def memory(widths: Sequence[int], features: Sequence[int], shape: Sequence[int], device: str) -> list[int | None]:
-    """Return peak bytes of every call in the order of `runs`, by width; None where the system does not report them."""
+    """Return peak bytes of every call in the order of `runs`, by width; None if the system does not report them."""
     if not device.startswith("cuda"):
-        # Freed memory goes back to the system at once, so that the allocation of the next call is visible.
+        # Return freed memory to the system at once, so that the next call's allocation is visible.
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
         if mallopt is None or not mallopt(M_MMAP_THRESHOLD, 1 << 14):
             return [None for width in widths for _ in runs(width, features, shape, device)]
     found = []
     for width in widths:
         for run in runs(width, features, shape, device).values():
-            run()  # allocates what the kernels keep for themselves
+            run()  # allocates what the kernels keep
             run.forget()
             found.append(allocated_growth(run, device) if device.startswith("cuda") else peak_bytes(run))
     return found

@@ -1,6 +1,6 @@
-"""Data sets of the papers and benchmarks, one file each or one for a family; `TASKS` adds them to the package's.
+"""Data sets of the papers and benchmarks, one file each or per family; `TASKS` adds them to the package's.
 
-A `TaskSpec` describes a data set of texts with official files as plain data; further kinds of examples are long
+A `TaskSpec` describes a data set of texts with official files as plain data. Other kinds of examples are long
 sequences of tokens (`SequenceTask`) and rows of numbers (`ColumnsTask`).
 
 Example:

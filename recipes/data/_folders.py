@@ -1,6 +1,6 @@
-"""Files of a data set that comes as a folder or as a tar archive of it, in the same order either way.
+"""Files of a data set that comes as a folder or as a tar archive of one, in the same order either way.
 
-Packed files are read within bounds, however far they expand. Images of known classes are in folders named by class.
+Packed files are read within bounds, however far they expand. Images with known classes are in folders named by class.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def read_files(path: Path, pattern: str, what: str) -> list[tuple[re.Match[str],
     """Return the files below `path` whose names match, ordered by name, with their contents.
 
     Args:
-        path: a folder, a tar archive, or a folder that holds exactly one archive and no matching file.
+        path: a folder, a tar archive, or a folder that contains exactly one archive and no matching file.
         pattern: a regular expression that the end of a file's path, with "/" between its parts, must match.
         what: description of the wanted files, for messages.
 
     Raises:
         ConfigError: no file matches, or the archive is damaged.
     """
-    # A path starts anywhere above the folders that the pattern names.
+    # A path starts anywhere above the folders named in the pattern.
     wanted = re.compile(rf"(?:^|.*/){pattern}")
     if path.is_dir():
         found = list(_of_folder(path, wanted))
@@ -65,7 +65,7 @@ def archive_in(path: Path) -> Path | None:
 
 def _of_folder(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[str], bytes]]:
     for file in path.rglob("*"):
-        # Relative to the parent: the given folder may itself be one that the pattern names.
+        # Relative to the parent, because the given folder may itself be one named in the pattern.
         match = wanted.fullmatch(file.relative_to(path.parent).as_posix())
         if match and file.is_file():
             try:
@@ -83,14 +83,14 @@ def _of_archive(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[
                 match = wanted.fullmatch(member.name)
                 stream = archive.extractfile(member) if match and member.isfile() else None
                 if match and stream is not None:
-                    total += member.size  # a header may claim any size, also for a sparse file
+                    total += member.size  # a header may claim any size, even for a sparse file
                     if total > LARGEST:
                         raise ValueError(
                             f"{member.name} of {member.size:,} bytes makes the files more than {LARGEST:,}"
                         )
                     yield match, stream.read()
             while content.read(1 << 20):
-                pass  # the checksum of the whole is at its end
+                pass  # the checksum of the archive is at its end
     except DAMAGED as error:
         raise ConfigError(f"{path}: not a readable tar archive ({error}); fetch it again") from error
 
@@ -102,7 +102,7 @@ def _ordered(found: list[tuple[re.Match[str], bytes]], path: Path, what: str) ->
 
 
 def unpacked(path: Path) -> Bounded:
-    """Open the content of a file, unpacked if packed, limited to 2 * `LARGEST` bytes in that case."""
+    """Open the content of a file; if packed, unpack it, up to 2 * `LARGEST` bytes."""
     with path.open("rb") as stream:
         start = stream.read(6)
     opener = next((opener for magic, opener in _MAGIC.items() if start.startswith(magic)), None)
@@ -143,16 +143,16 @@ def lines_of(path: Path) -> Iterator[str]:
 def read_class_folders(
     path: Path, classes: Sequence[str], parts: Mapping[str, Sequence[str]], wanted: Sequence[str]
 ) -> dict[str, Images] | None:
-    """Return the wanted splits, ordered by file name; None if there is no folder of any split.
+    """Return the requested splits, ordered by file name; None if there is no folder of any split.
 
     Args:
-        path: a folder, or one that holds only that folder.
+        path: a folder, or one that contains only that folder.
         classes: names of the class folders, in the order of the ids.
         parts: split -> possible names of its folder, e.g. {"test": ("test", "val")}.
         wanted: names of the splits.
 
     Raises:
-        ConfigError: a class folder has an unknown name, or holds no image.
+        ConfigError: a class folder has an unknown name, or contains no images.
     """
     root = root_with(path, [name for split in wanted for name in parts[split]])
     if root is None:
@@ -185,7 +185,7 @@ def of_archive(
     parts: Mapping[str, Sequence[str]],
     wanted: Sequence[str],
 ) -> dict[str, Images]:
-    """Return the splits as `read_class_folders` does, from files found with the pattern `archived`; kept in memory."""
+    """Return the splits as `read_class_folders` does, from files found with the pattern `archived`, in memory."""
     if unknown := sorted({match["kind"] for match, _ in files} - set(classes)):
         raise ConfigError([f"{path}: {unknown_class(name, classes)}" for name in unknown[:MAX_FAULTS]])
     found = {}

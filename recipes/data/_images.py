@@ -28,7 +28,7 @@ class ArrayPictures(Pictures):
 
     Args:
         pixels: (n, height, width) grey or (n, height, width, 3) RGB, uint8.
-        source: the file they are from.
+        source: the file they come from.
     """
 
     def __init__(self, pixels: np.ndarray, source: str):
@@ -93,8 +93,8 @@ class HubSource:
         path: its id (or a folder in the Hub's layout).
         image: column of the images.
         label: column of the class ids.
-        renamed: (name there, name here) of classes with other names.
-        access: what a user must do first, for messages.
+        renamed: (name there, name here) of classes with different names.
+        access: what the user must do first, for messages.
     """
 
     path: str
@@ -157,13 +157,13 @@ def fetch(hub: HubSource, cache_dir: str | Path | None, otherwise: str) -> Any:
         otherwise: the files that can be read instead, for messages.
 
     Raises:
-        ConfigError: the Hub cannot be reached, or the data set does not exist or is not open to this user.
+        ConfigError: the Hub cannot be reached, or the data set does not exist or is not accessible to this user.
     """
     return _asked(hub, "load_dataset", otherwise, cache_dir=None if cache_dir is None else str(cache_dir))
 
 
 def published_names(hub: HubSource, otherwise: str) -> tuple[str, ...]:
-    """Return class names from the description of the data set, without the data; raises like `fetch`."""
+    """Return class names from the description of the data set, without the data; raise like `fetch`."""
     features = _asked(hub, "load_dataset_builder", otherwise).info.features or {}
     if (names := getattr(features.get(hub.label), "names", None)) is None:
         raise ConfigError(f"{hub.path} does not say its classes; give data.labels, in the order of the ids")
@@ -182,7 +182,7 @@ def _asked(hub: HubSource, function: str, otherwise: str, **arguments: Any) -> A
 
 
 def class_names(raw: Any, hub: HubSource, split: str) -> tuple[str, ...]:
-    """Return class names of a split in the order of the ids; ConfigError if there is no such split or column."""
+    """Return the class names of a split in the order of the ids; ConfigError if there is no such split or column."""
     if split not in raw:
         raise ConfigError(f"{hub.path}: {did_you_mean('split', split, list(raw))}")
     features = raw[split].features
@@ -208,10 +208,10 @@ def pictures_of(dataset: Any, hub: HubSource, where: str) -> tuple[HubPictures, 
 
 
 def fetched(task: ImageTask, hub: HubSource, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:
-    """Load the wanted splits from the Hub, or its local cache; images stay encoded.
+    """Load the requested splits from the Hub, or its local cache; images stay encoded.
 
     Raises:
-        ConfigError: see `fetch`; or splits, columns or classes are not the task's, with all faults at once.
+        ConfigError: splits, columns or classes are not the task's (lists all faults at once); or see `fetch`.
     """
     raw = fetch(hub, cache_dir, task.folder)
     found, faults = {}, []
@@ -235,7 +235,7 @@ def fetched(task: ImageTask, hub: HubSource, wanted: Sequence[str], cache_dir: s
 
 @dataclass(frozen=True, kw_only=True)
 class HubImageTask(ImageTask):
-    """Images that are fetched from the Hub if no folder is given.
+    """Images fetched from the Hub if no folder is given.
 
     Args:
         hub: the data set on the Hub.
@@ -245,7 +245,7 @@ class HubImageTask(ImageTask):
 
     @property
     def hub_path(self) -> str:
-        """Data set on the Hub."""
+        """The data set on the Hub."""
         return self.hub.path
 
     def _fetched(self, wanted: Sequence[str], cache_dir: str | None) -> dict[str, Images]:

@@ -1,4 +1,4 @@
-"""Random ListOps expressions with their values, a whole batch of trees at a time.
+"""Random ListOps expressions with their values, one batch of trees at a time.
 
 The distribution is that of Nangia & Bowman (2018) with the sizes of Long Range Arena: a node at depth 1 to
 max_depth - 1 is an operator with probability 1/4 and a digit otherwise, at max_depth always a digit; an operator is one
@@ -43,15 +43,15 @@ class Level:
 def draw_expressions(
     rng: np.random.Generator, trees: int, min_length: int, max_length: int, max_depth: int, max_args: int
 ) -> list[tuple[np.ndarray, int]]:
-    """Draw `trees` trees; returns (tokens, value) of those with min_length <= length <= max_length, in order.
+    """Draw `trees` trees; return (tokens, value) of those with min_length <= length <= max_length, in order.
 
     Args:
         rng: source of randomness.
-        trees: number of trees drawn; with the official sizes about one in fifty is kept.
-        min_length: fewest tokens.
-        max_length: most tokens.
+        trees: number of trees to draw; with the official sizes, about one in fifty is kept.
+        min_length: minimum number of tokens.
+        max_length: maximum number of tokens.
         max_depth: nodes on the longest path from the root to a digit.
-        max_args: most arguments of an operator.
+        max_args: maximum number of arguments of an operator.
 
     Returns:
         tokens: (length,) uint8 ids of `WORDS`; value: 0 to 9.
@@ -93,7 +93,7 @@ def _shapes(rng: np.random.Generator, trees: int, max_depth: int, max_args: int)
 
 
 def _only(levels: list[Level], kept: np.ndarray) -> list[Level]:
-    """Return the levels of the kept trees only, renumbered."""
+    """Return the levels of only the kept trees, renumbered."""
     number = np.cumsum(kept) - 1
     above = number
     result = []
@@ -116,7 +116,7 @@ def _from_the_leaves(levels: list[Level], tokens: list[np.ndarray]) -> tuple[lis
         if operator.any():
             count = level.arguments[operator]
             start = np.cumsum(count) - count
-            # Sorted inside each group of siblings: the ends are minimum and maximum, the middle is the median.
+            # Sorted within each group of siblings: the ends are minimum and maximum, the middle is the median.
             ordered = below_value[np.lexsort((below_value, np.repeat(np.arange(len(count)), count)))]
             median = (ordered[start + (count - 1) // 2] + ordered[start + count // 2]) // 2
             results = (ordered[start + count - 1], ordered[start], median, np.add.reduceat(below_value, start) % 10)

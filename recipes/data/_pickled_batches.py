@@ -1,9 +1,9 @@
 """Reader of CIFAR's official python batches, which are pickles, without executing them.
 
 A pickle is a program: `pickle.load` calls whatever it names. Here it is only inspected, instruction by instruction
-(`pickletools.genops` of the standard library): constants, lists, dicts and tuples are put together; the three names by
-which these files describe an array become a record, which nothing calls; any other name or instruction is refused.
-Nothing is imported, called or given attributes. A `pickle.Unpickler` whose `find_class` accepts no class is no
+(`pickletools.genops` of the standard library): constants, lists, dicts and tuples are assembled; the three names by
+which these files describe an array become a record, which nothing calls; any other name or instruction is rejected.
+Nothing is imported, called or given attributes. A `pickle.Unpickler` whose `find_class` accepts no class is not a
 substitute: it hashes every key, and tuples nested a million deep crash the process.
 """
 
@@ -46,7 +46,7 @@ def read_pickled_batch(content: bytes) -> dict[str, Any]:
     """Return the dict in a batch file; byte arrays become (n, values) uint8, Python 2 strings are read as latin-1.
 
     Raises:
-        ValueError: the file is damaged, or has names, instructions or arrays that the official files do not have.
+        ValueError: the file is damaged, or has names, instructions or arrays that are not in the official files.
     """
     try:
         found = _built(content)
@@ -93,7 +93,7 @@ def _built(content: bytes) -> Any:
             list.extend(stack[-1], items)
         elif name in ("SETITEM", "SETITEMS"):
             items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else since_mark()
-            if not all(isinstance(key, str) for key in items[::2]):  # the hash of nested tuples has no bound
+            if not all(isinstance(key, str) for key in items[::2]):  # hashing nested tuples is unbounded
                 raise TypeError("a key that is no text")
             dict.update(stack[-1], zip(items[::2], items[1::2], strict=True))
         elif name == "TUPLE":

@@ -1,8 +1,8 @@
 """Reader of the official GLUE files: one example per line, cells separated by tabs, no quoting, UTF-8.
 
-Columns are found by the names in the first line (CoLA has none: its layout carries them). A file is split only
-at line feeds, because texts may hold other characters that Python counts as line ends. Every fault is reported with its
-line number, so that one message is enough to repair the file.
+Columns are found by the names in the first line (CoLA has none: its layout supplies them). A file is split only at
+line feeds, because texts may contain other characters that Python treats as line endings. Every fault is reported with
+its line number, so that one message is enough to repair the file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class TsvLayout:
     Args:
         text: names of the one or two text columns, in the order sentence1, sentence2.
         label: name of the label column.
-        labels: the label cells in the order of the integer ids, e.g. `("0", "1")`; None where the label is a number.
-        label_range: smallest and largest valid number; only where `labels` is None.
+        labels: the label cells in the order of the integer ids, e.g. `("0", "1")`; None if the label is a number.
+        label_range: smallest and largest valid number; only if `labels` is None.
         header: column names of files without a header line; None if the first line names the columns.
         text_fault: (column name, cell) -> fault of a text, or None.
-        broken_row_rate: up to this share of rows with too few cells or a faulty text is left out with a warning
-            instead of being refused. Above 0 only where the official file itself is known to have such rows.
+        broken_row_rate: rows with too few cells or a faulty text, up to this share, are left out with a warning
+            instead of being rejected. Above 0 only if the official file itself is known to have such rows.
     """
 
     text: tuple[str, ...]
@@ -68,7 +68,7 @@ class TsvRows:
     Args:
         texts: one list per text column, each as long as the file has examples.
         labels: ids (int) or numbers (float), one per example.
-        idx: position of the example in the file, from 0, counting rows that were left out.
+        idx: position of each example in the file, from 0, counting rows that were left out.
     """
 
     texts: list[list[str]]
@@ -116,7 +116,7 @@ def _read_rows(path: Path, lines: list[str], first_line: int, header: list[str],
         if len(cells) < len(header):
             broken.append((number, f"{len(cells)} cells; expected {len(header)} ({listed(header)})"))
             continue
-        if any(cells[len(header) :]):  # empty cells at the end of a line shift nothing
+        if any(cells[len(header) :]):  # empty cells at the end of a line do no harm
             faults.append((number, f"{len(cells)} cells; expected {len(header)} ({listed(header)})"))
             continue
         try:

@@ -48,18 +48,18 @@ class Columns:
 
 @dataclass(frozen=True)
 class ColumnsTask(Task):
-    """A data set of rows of numbers; a split is `Columns`.
+    """A data set of rows of numbers; a split is a `Columns`.
 
     Args:
         name: registry key.
-        read: folder -> split -> Columns, all of them. Raises a ConfigError with every fault found.
+        read: folder -> split -> Columns, for all splits. Raises a ConfigError with every fault found.
         columns: number of columns of an example.
         label_names: class names in the order of the integer ids.
         folder: the official files, for messages.
         source: description of the data set.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
-        splits: the checkpoint is chosen on the second, if there are three, and reported on the last.
+        splits: the checkpoint is chosen on the second, if there are three, and scores are those on the last.
     """
 
     modality: ClassVar[str] = "columns"
@@ -105,7 +105,7 @@ def read_numbers(path: Path, columns: int, *, header: bool = False) -> np.ndarra
         check_regular(path)
         found = np.loadtxt(lines_of(path), np.float32, delimiter=",", skiprows=int(header), ndmin=2, comments=None)
     except ValueError as error:
-        # numpy counts rows after the header: from 0 where a cell is no number, from 1 where columns are missing.
+        # numpy counts rows after the header, from 0 if a cell is not a number, from 1 if columns are missing.
         row = re.search(r"at row (\d+)", str(error))
         line = "" if row is None else f", line {int(row[1]) + int(header) + int('convert' in str(error))}"
         what = str(error).split(" at row ")[0].split("; use")[0]
@@ -121,7 +121,7 @@ def read_numbers(path: Path, columns: int, *, header: bool = False) -> np.ndarra
 
 
 def class_ids(path: Path, given: np.ndarray, values: Mapping[float, int]) -> np.ndarray:
-    """Convert labels as written in the file to class ids; a ConfigError names an unknown label."""
+    """Convert labels, as written in the file, to class ids; a ConfigError names an unknown label."""
     unknown = ~np.isin(given, list(values))
     if unknown.any():
         at = int(unknown.argmax())

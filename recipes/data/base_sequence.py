@@ -51,8 +51,8 @@ class SequenceTask(Task):
 
     Args:
         name: registry key.
-        read: (folder or archive, or None; split -> number of examples wanted, None for all) -> split -> Sequences.
-            A reader may return more examples than wanted. It raises a ConfigError with every fault found.
+        read: (folder or archive, or None; split -> number of examples requested, None for all) -> split -> Sequences.
+            May return more examples than requested. Raises a ConfigError with every fault found.
         vocab_size: number of token ids, 0 (padding) included.
         max_length: tokens per document in the published task, to which recipes cut longer ones.
         label_names: class names in the order of the integer ids.
@@ -61,7 +61,7 @@ class SequenceTask(Task):
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
         splits: the checkpoint is chosen on the second and reported on the third.
-        remade: builds the task for another document length, where shorter documents are generated and not cut.
+        remade: builds the task for another document length, if shorter documents are generated, not cut.
     """
 
     modality: ClassVar[str] = "sequence"
@@ -81,7 +81,7 @@ class SequenceTask(Task):
         """Return the task for documents of `max_length` tokens; itself for None, or if longer documents are cut.
 
         Raises:
-            ConfigError: there is no task of this length.
+            ConfigError: there is no task with this length.
         """
         if max_length in (None, self.max_length) or self.remade is None:
             return self
@@ -103,7 +103,7 @@ def byte_tokens(values: bytes, max_length: int) -> np.ndarray:
 
 
 def with_validation(examples: Iterable[tuple[str, int, np.ndarray]], every: int) -> dict[str, Sequences]:
-    """Split ("train" or "test", class id, tokens); one in `every` training examples of each class is for validation."""
+    """Split ("train" or "test", class id, tokens); every `every`-th training example per class is for validation."""
     rows: dict[str, tuple[list[np.ndarray], list[int]]] = {split: ([], []) for split in ("train", "validation", "test")}
     seen: Counter[int] = Counter()
     for part, label, ids in examples:

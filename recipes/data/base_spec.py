@@ -40,7 +40,7 @@ class TaskSpec(TextTask):
         hub_path: data set on the Hub, or None if it is not there.
 
     Raises:
-        ConfigError: fields contradict each other; all faults at once.
+        ConfigError: fields contradict each other; lists all faults at once.
     """
 
     name: str
@@ -71,7 +71,7 @@ class TaskSpec(TextTask):
 
     @property
     def hub_config(self) -> str:
-        """Configuration name on the Hub."""
+        """The configuration name on the Hub."""
         return self.name
 
     @property
@@ -81,7 +81,7 @@ class TaskSpec(TextTask):
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        """("sentence1",) or ("sentence1", "sentence2")."""
+        """The text columns: ("sentence1",) or ("sentence1", "sentence2")."""
         return ("sentence1", "sentence2")[: len(self.hub_columns)]
 
     def _read(self, request: Request) -> datasets.DatasetDict:
@@ -89,7 +89,7 @@ class TaskSpec(TextTask):
         return require("datasets").DatasetDict(found)
 
     def _of_files(self, path: Path, splits: Sequence[str] | None) -> dict[str, datasets.Dataset]:
-        """Read the official files; `splits` None takes train and every validation split present."""
+        """Read the official files; with `splits` None, train and every validation split present."""
         rows: dict[str, TsvRows] = {}
         faults: list[str] = []
         for split, file in _locate(self, path, splits).items():
@@ -102,7 +102,7 @@ class TaskSpec(TextTask):
         return {split: self._dataset(found.texts, found.labels, found.idx) for split, found in rows.items()}
 
     def _fetched(self, request: Request) -> dict[str, datasets.Dataset]:
-        """Fetch from the Hub (or its local cache) and rename columns; tasks that generate their rows override this."""
+        """Fetch from the Hub (or its local cache) and rename columns; overridden by tasks that generate their rows."""
         hf = require("datasets")
         try:
             raw = hf.load_dataset(self.hub_path, self.hub_config, cache_dir=request.cache_dir)

@@ -37,7 +37,7 @@ class CifarLayout:
         files: split -> pattern of the names of its batches; binary ones end in .bin.
         labels: key of the class ids in python batches.
         label_bytes: class bytes of a record in binary batches; the last one is used.
-        example: description of the wanted files.
+        example: description of the expected files.
     """
 
     classes: tuple[str, ...]
@@ -47,10 +47,10 @@ class CifarLayout:
     example: str
 
     def read(self, path: Path, wanted: Sequence[str]) -> dict[str, Images]:
-        """Return the wanted splits of a folder or an archive.
+        """Return the requested splits of a folder or an archive.
 
         Raises:
-            ConfigError: there are no batches and no class folders, or files are damaged.
+            ConfigError: there are neither batches nor class folders, or files are damaged.
         """
         if (of_folders := read_class_folders(path, self.classes, PARTS, wanted)) is not None:
             return of_folders

@@ -23,7 +23,7 @@ from data.base_columns import Columns, ColumnsTask, class_ids, find_file, read_n
 from snnk_peft.errors import ConfigError
 
 COVER = ("spruce_fir", "lodgepole_pine", "ponderosa_pine", "willow", "aspen", "douglas_fir", "krummholz")
-COVER_NUMBERS, COVER_ENDS = 54, (11_340, 15_120)  # of the training and validation rows
+COVER_NUMBERS, COVER_ENDS = 54, (11_340, 15_120)  # numbers per row, and ends of the training and validation rows
 COLLISION = ("background", "signal")
 COLLISION_NUMBERS = 28
 HIGGS_TEST = 500_000

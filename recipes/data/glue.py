@@ -1,4 +1,4 @@
-"""The nine data sets of GLUE (Wang et al. 2019), as the Hub's nyu-mll/glue and the official files have them."""
+"""The nine data sets of GLUE (Wang et al. 2019), as in the Hub's nyu-mll/glue and the official files."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _glue(
     splits=("train", "validation_matched", "validation_mismatched"),
     files=("train", "dev_matched", "dev_mismatched"),
 )
-# MRPC: do two sentences from the news say the same? (Dolan and Brockett 2005). Its files have a byte-order mark.
+# MRPC: do two news sentences mean the same? (Dolan and Brockett 2005). Its files have a byte-order mark.
 _glue(
     "MRPC",
     TsvLayout(("#1 String", "#2 String"), "Quality", BINARY),
@@ -47,9 +47,9 @@ _glue(
     ACCURACY_F1,
     hub_columns=PAIR,
 )
-# QNLI: does a sentence of Wikipedia answer a question? Made from SQuAD (Rajpurkar et al. 2016).
+# QNLI: does a Wikipedia sentence answer a question? Derived from SQuAD (Rajpurkar et al. 2016).
 _glue("QNLI", TsvLayout(("question", "sentence"), "label", ENTAILMENT), ENTAILMENT, ACCURACY)
-# QQP: are two questions from Quora duplicates? (Iyer et al. 2017). The official train.tsv breaks a few of its 364
+# QQP: are two questions from Quora duplicates? (Iyer et al. 2017). The official train.tsv splits a few of its 364
 # thousand rows in two, and has a few empty questions; such rows are left out.
 _glue(
     "QQP",
@@ -64,5 +64,5 @@ _glue("SST-2", TsvLayout(SENTENCE, "label", BINARY), ("negative", "positive"), A
 # STS-B: how similar are two sentences, from 0 (unrelated) to 5 (the same)? A regression (Cer et al. 2017).
 _glue("STS-B", TsvLayout(PAIR, "score", label_range=(0.0, 5.0)), None, ("pearson", "spearmanr"))
 # WNLI: does a sentence with its pronoun resolved follow? From the Winograd Schema Challenge (Levesque et al. 2012). Its
-# dev set repeats sentences of train with the other label, so that most models score below the majority class.
+# dev set repeats sentences of train with the opposite label, so most models score below the majority class.
 _glue("WNLI", TsvLayout(PAIR, "label", BINARY), ("not_entailment", "entailment"), ACCURACY)

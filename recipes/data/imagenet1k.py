@@ -2,15 +2,15 @@
 
 Read from (`data.dir`):
 
-- class folders, train/WNID/*.JPEG and val/WNID/*.JPEG, also where Kaggle's archive has them (ILSVRC/Data/CLS-LOC). The
-  classes are the folders in train, sorted, so a part of ImageNet has fewer. Validation images in one flat folder need
+- class folders, train/WNID/*.JPEG and val/WNID/*.JPEG, also at their path in Kaggle's archive (ILSVRC/Data/CLS-LOC).
+  The classes are the folders in train, sorted, so part of ImageNet has fewer. Validation images in one flat folder need
   Kaggle's LOC_val_solution.csv; with LOC_synset_mapping.txt the classes have names instead of WNIDs.
-- uncompressed tar shards as WebDataset lays them out (KEY.jpg with KEY.cls or KEY.json), whose names say "train",
+- uncompressed tar shards in WebDataset's layout (KEY.jpg with KEY.cls or KEY.json), whose names contain "train",
   "val" or "validation".
 
-Without `data.dir` the Hub's copy is fetched as a whole. Streams (`datasets` with streaming=True, WebDataset pipes) are
+Without `data.dir`, all of the Hub's copy is fetched. Streams (`datasets` with streaming=True, WebDataset pipes) are
 not supported: without random access, a run could neither shuffle all images nor be resumed bit for bit. If there is no
-room for two copies, fetch tar shards into a folder and give that: they are read in place.
+room for two copies, fetch tar shards into a folder and pass that: they are read in place.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ImageNetLayout(FolderLayout):
     """Class folders named by WNIDs, also at the paths of Kaggle's archive, or validation images in one flat folder."""
 
     def names(self, path: Path) -> dict[str, str]:
-        """Return WNID -> name, from `NAMES_FILE`; names that several classes share get the WNID appended."""
+        """Return WNID -> name, from `NAMES_FILE`; names shared by several classes get the WNID appended."""
         file = self._beside(path, NAMES_FILE)
         if file is None:
             return {}
@@ -72,7 +72,7 @@ class ImageNetLayout(FolderLayout):
         return super()._root(path)
 
     def _beside(self, path: Path, name: str) -> Path | None:
-        """Find a file in the given folder, or beside the folders of the splits."""
+        """Find a file in the given folder, or next to the folders of the splits."""
         places = [path, self._root(path) or path]
         return next((place / name for place in places if (place / name).is_file()), None)
 
@@ -123,7 +123,7 @@ class ImageNet(ImageFolderTask):
 
     @property
     def hub_path(self) -> str:
-        """Data set on the Hub."""
+        """The data set on the Hub."""
         return self.hub.path
 
     def _without_folder(self, labels: Sequence[str]) -> ImageNet:

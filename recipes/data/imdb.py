@@ -1,9 +1,9 @@
 """IMDb: is a film review positive? 25,000 reviews to train on, 25,000 to test on (Maas et al. 2011).
 
-Files: aclImdb/{train,test}/{neg,pos}/<number>_<stars>.txt, in a folder or in the archive aclImdb*.tar.*. Line breaks,
-which the files write as HTML, become spaces. The files are sorted by class, so the first rows of a split would all be
-negative; here the rows of a split are in the order of the SHA-256 of their texts, the same everywhere. There is no
-official validation split: the last tenth of train in that order is one. Nothing is selected on "test".
+Files: aclImdb/{train,test}/{neg,pos}/<number>_<stars>.txt, in a folder or in the archive aclImdb*.tar.*. HTML line
+breaks become spaces. The files are sorted by class, so the first rows of a split would all be negative; here, the rows
+of a split are in the order of the SHA-256 of their texts, the same everywhere. There is no official validation split:
+the last tenth of train in that order is used as one. Nothing is selected on "test".
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Review = tuple[str, int]
 
 @dataclass(frozen=True)
 class Imdb(TextTask):
-    """Whole reviews as texts; a model of 512 positions reads nine in ten of them in full."""
+    """Whole reviews as texts; a model with 512 positions reads nine in ten of them in full."""
 
     name: str = "imdb"
     label_names: tuple[str, ...] | None = ("negative", "positive")
@@ -42,12 +42,12 @@ class Imdb(TextTask):
 
     @property
     def text_columns(self) -> tuple[str, ...]:
-        """("sentence1",)."""
+        """The text columns: ("sentence1",)."""
         return ("sentence1",)
 
     @property
     def validation_splits(self) -> tuple[str, ...]:
-        """The validation split alone, by which checkpoints are chosen."""
+        """The validation split alone, on which checkpoints are chosen."""
         return ("validation",)
 
     @property
@@ -107,7 +107,7 @@ def _of_files(path: Path, parts: Collection[str]) -> Mapping[str, list[Review]]:
 
 
 def review_files(path: Path, parts: Collection[str]) -> tuple[list[tuple[str, int, str, bytes]], list[str]]:
-    """Return (part, class id, name, content) of the reviews of these parts, and a list of what is missing.
+    """Return (part, class id, name, content) of each review of these parts, and a list of what is missing.
 
     Args:
         path: the folder aclImdb, or its archive, which is unpacked once, in memory.

@@ -1,9 +1,9 @@
 """ListOps: the value, 0 to 9, of a nested expression such as [MAX 4 [SM 9 3 ] 1 ] (Nangia & Bowman 2018; LRA).
 
-Without a folder the data are generated, always the same: 2000 test, 2000 validation and 96000 training expressions of
-more than 500 and fewer than 2000 tokens (`_listops_trees.py` defines the distribution and the tokens), all
-different. With a folder, the official files basic_{train,val,test}.tsv are read: columns Source and Target, with or
-without the parentheses that carry no meaning. `write_listops` writes such files, also with other sizes.
+Without a folder, the data are generated, always the same: 2000 test, 2000 validation and 96000 training expressions of
+more than 500 and fewer than 2000 tokens, all different (`_listops_trees.py` defines the distribution and the tokens).
+With a folder, the official files basic_{train,val,test}.tsv are read: columns Source and Target, with or without the
+parentheses, which have no meaning. `write_listops` writes such files, also with other sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FILES = {"train": "basic_train.tsv", "validation": "basic_val.tsv", "test": "bas
 SIZES = {"test": 2000, "validation": 2000, "train": 96000}
 # Trees drawn at a time; the data depend on it.
 BATCH = 8192
-# Batches without a new expression after which the bounds are considered impossible.
+# Batches without a new expression after which the bounds are assumed to be impossible.
 PATIENCE = 20
 _IDS = {word: index for index, word in enumerate(WORDS) if index}
 
@@ -32,17 +32,17 @@ _IDS = {word: index for index, word in enumerate(WORDS) if index}
 def expressions(
     seed: int = 0, *, min_length: int = 501, max_length: int = 1999, max_depth: int = 10, max_args: int = 10
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Yield different expressions without end, determined by the arguments: (tokens, value), see `draw_expressions`.
+    """Yield distinct expressions endlessly, determined by the arguments: (tokens, value), see `draw_expressions`.
 
     Args:
         seed: seed of the stream.
-        min_length: fewest tokens. The official program requires more than 500 and fewer than 2000.
-        max_length: most tokens.
+        min_length: minimum number of tokens. The official program requires more than 500 and fewer than 2000.
+        max_length: maximum number of tokens.
         max_depth: nodes on the longest path from the root to a digit.
-        max_args: most arguments of an operator, at least 2.
+        max_args: maximum number of arguments of an operator, at least 2.
 
     Raises:
-        ConfigError: the bounds contradict each other, or no tree of twenty batches meets them.
+        ConfigError: the bounds contradict each other, or no tree in twenty batches meets them.
     """
     if not (1 <= min_length <= max_length and max_depth >= 1 and max_args >= 2 and seed >= 0):
         raise ConfigError(
@@ -71,7 +71,7 @@ def write_listops(folder: str | Path, sizes: dict[str, int] | None = None, seed:
 
     Args:
         folder: created if missing; files of the same names are replaced.
-        sizes: split -> number of expressions; None takes 96000, 2000 and 2000.
+        sizes: split -> number of expressions; None for 96000, 2000 and 2000.
         seed: see `expressions`.
         **bounds: see `expressions`.
     """
@@ -90,12 +90,12 @@ def write_listops(folder: str | Path, sizes: dict[str, int] | None = None, seed:
 
 
 def read_listops(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
-    """Read the splits from files, or generate them; of the training data only as many as wanted are generated."""
+    """Read the splits from files, or generate them; only as much training data as requested is generated."""
     return generated(wanted) if path is None else {split: read_file(path / FILES[split]) for split in wanted}
 
 
 def generated(wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
-    """Generate test, validation and training expressions from one stream; fewer of the latter are a prefix."""
+    """Generate test, validation and training expressions from one stream; fewer training ones are a prefix."""
     stream, result = expressions(), {}
     for split, size in SIZES.items():
         limit = wanted.get(split)

@@ -61,7 +61,7 @@ def read_images(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str
 
 
 def _examples(parts: Mapping[str, Images], faults: list[str]) -> Iterator[tuple[str, int, np.ndarray]]:
-    """Yield ("train" or "test", class id, tokens (1024,)) of every image; faults of the others go to `faults`."""
+    """Yield ("train" or "test", class id, tokens (1024,)) per image; append the faults of others to `faults`."""
     for part, images in parts.items():
         for index, label in enumerate(images["label"].tolist()):
             try:
@@ -82,7 +82,7 @@ def _grey(images: Images, index: int) -> np.ndarray:
 
 
 class _PairLayout(TsvLayout):
-    """Layout whose labels are numbers, of which only 0 and 1 are valid."""
+    """A layout with numeric labels, of which only 0 and 1 are valid."""
 
     def parse_label(self, cell: str) -> int:
         """Return 0 or 1."""

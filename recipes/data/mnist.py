@@ -28,7 +28,7 @@ _WORDS = "{train,t10k}-{images-idx3,labels-idx1}-ubyte(.gz)"
 
 
 def read_idx(content: bytes, dimensions: int) -> np.ndarray:
-    """Read an array of uint8 with this number of dimensions; a ValueError says what is wrong with the bytes."""
+    """Read a uint8 array with this number of dimensions; a ValueError says what is wrong with the bytes."""
     start = 4 + 4 * dimensions
     if len(content) < start or content[:4] != bytes((0, 0, 8, dimensions)):
         raise ValueError(
@@ -41,7 +41,7 @@ def read_idx(content: bytes, dimensions: int) -> np.ndarray:
 
 
 def read_mnist(path: Path, wanted: Sequence[str]) -> dict[str, Images]:
-    """Return the wanted splits of a folder or a tar archive; an unpacked file is preferred to a packed one."""
+    """Return the requested splits of a folder or tar archive; unpacked files take precedence over packed ones."""
     files: dict[tuple[str, str], tuple[re.Match[str], bytes]] = {}
     for match, content in read_files(path, _FILES, _WORDS):  # ordered by name: the packed one comes second
         files.setdefault((match["part"], match["kind"]), (match, content))

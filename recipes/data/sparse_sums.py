@@ -22,7 +22,7 @@ from snnk_peft.errors import ConfigError
 BOUND, LENGTH = 4, 200
 SIZES = {"test": 20000, "validation": 20000, "train": 160000}
 CLASSES = 2 * BOUND + 1
-LEAST = BOUND  # relevant positions, on average: with fewer, the sums −4 and 4 hardly ever occur
+LEAST = BOUND  # mean number of relevant positions: with fewer, the sums −4 and 4 hardly ever occur
 BATCH = 4096  # sequences drawn at a time; the data depend on it
 
 
@@ -52,7 +52,7 @@ def balanced(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw tokens (count, length) and labels (count,), 0 to 8 for sums −4 to 4; class counts differ by at most one.
 
-    More are drawn than wanted, and the first ones of each class are kept, in the order drawn.
+    More are drawn than needed, and the first ones of each class are kept, in the order drawn.
 
     Args:
         rng: source of randomness.
@@ -61,7 +61,7 @@ def balanced(
         length: number of positions.
     """
     wanted = np.full(CLASSES, count // CLASSES)
-    # The classes with one more are drawn at random, or small subsets would favour the same ones.
+    # Classes with one more are drawn at random, or small subsets would always favour the same ones.
     wanted[rng.permutation(CLASSES)[: count % CLASSES]] += 1
     parts: list[np.ndarray] = []
     names: list[np.ndarray] = []
@@ -76,11 +76,11 @@ def balanced(
 
 
 def sparse_sums(percent: int, length: int = LENGTH) -> SequenceTask:
-    """Return the task in which `percent` % of the positions are relevant; its data are always the same.
+    """Return the task with `percent` % relevant positions; its data are always the same.
 
     Args:
         percent: percentage of relevant positions.
-        length: number of positions; shorter sequences are drawn anew, as the beginning of a longer one has another sum.
+        length: number of positions; shorter sequences are drawn anew, as the start of a longer one has another sum.
 
     Raises:
         ConfigError: there are so few positions that hardly any sequence has a sum of −4 or 4.
@@ -115,7 +115,7 @@ def _numbered(wanted: Mapping[str, int | None]) -> list[tuple[int, str]]:
 
 
 def _split(probability: float, length: int, number: int, limit: int | None, split: str) -> Sequences:
-    """Generate as much of a split as wanted; each split has its own stream."""
+    """Generate as much of a split as requested; each split has its own stream."""
     size = SIZES[split] if limit is None else min(limit, SIZES[split])
     rng = np.random.default_rng([number, round(100 * probability)])
     tokens, labels = balanced(rng, size, probability, length)

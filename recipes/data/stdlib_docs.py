@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class StdlibDocs(TaskSpec):
-    """The task; without files, its sentences come from the running Python."""
+    """The task; without files, sentences come from the running Python."""
 
     @property
     def source(self) -> str:

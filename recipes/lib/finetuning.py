@@ -50,7 +50,7 @@ class Finetuning(Experiment[FinetuneConfig]):
 
     @property
     def choose_share(self) -> float | None:
-        """Share of the training examples that is held back to choose the epoch, or None."""
+        """Share of the training examples to hold back for choosing the epoch, or None."""
         share: float | None = self.config.train.choose_share
         return share
 
@@ -96,7 +96,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         return Data(examples, chosen_on, evaluated) if chosen_on else Data(examples, evaluated)
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """Load the pretrained model and prepare it for the method, with calibration if asked for."""
+        """Load the pretrained model and prepare it for the method, with calibration if requested."""
         config, device = self.config, accelerator.device
         quiet = dropout_settings(self.pretrained, config.train.dropout)
         base, fresh = load_pretrained(self.pretrained, self.task, config.model.pretrained, **quiet)
@@ -136,7 +136,7 @@ class Finetuning(Experiment[FinetuneConfig]):
             accelerator.print(fit)
         head = head_with_bias(base, fresh)
         if isinstance(data.train, WeightedExamples) and head is not None and (wanted == "prior" or self.fit_seconds):
-            with torch.no_grad():  # the weighted shares of the classes are equal
+            with torch.no_grad():  # the weighted class shares are equal
                 head.bias.add_(data.train.weights.log().to(head.bias))
         model: torch.nn.Module = build_model(base, config.method, config.train.seed, calibration)
         if self.stored is not None:
@@ -151,7 +151,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         return replace(of_epochs(self.config.train, per_epoch), eval_first=first)
 
     def check_threshold(self, model: Any, accelerator: Any) -> None:
-        """Refuse train.choose_threshold where there is no threshold to choose, or where it could not be stored."""
+        """Reject train.choose_threshold if there is no threshold to choose, or it could not be stored."""
         labels, sharded = self.task.num_labels, accelerator.distributed_type.value == "FSDP"
         if self.task.problem_type == "single_label_classification" and labels == 2 and not sharded:
             if head_with_bias(model) is not None:
@@ -166,7 +166,7 @@ class Finetuning(Experiment[FinetuneConfig]):
     def settle(
         self, model: torch.nn.Module, data: Data, accelerator: Any, stopped: Callable[[], bool]
     ) -> dict[str, Any] | None:
-        """Set the threshold between two classes, if asked for."""
+        """Set the threshold between two classes, if requested."""
         if self.trunk is not None:
             self.trunk.remove()
         if not getattr(self.config.train, "choose_threshold", False):  # not every program has it

@@ -1,4 +1,4 @@
-"""Runs the steps of recipes/gpu.py one after the other and reports their results."""
+"""Run the steps of recipes/gpu.py one after the other and report their results."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from snnk_peft.registry import did_you_mean
 
 
 def perform(name: str, plan: Plan, limit: float) -> dict[str, Any]:
-    """Run one step; returns its entry of metrics.json: status, seconds, and figures or the reason for their absence.
+    """Run one step; return its entry of metrics.json: status, seconds, and figures or the reason for their absence.
 
     Args:
         name: name of the step.
-        plan: the options of the command line.
+        plan: the command-line options.
         limit: time limit in seconds.
     """
     step, started = STEPS[name], time.perf_counter()
@@ -56,13 +56,13 @@ def perform(name: str, plan: Plan, limit: float) -> dict[str, Any]:
 
 
 def as_typed(command: Sequence[str], output: Path) -> str:
-    """Return a command as it would be typed in the repository, without the folders of this machine."""
+    """Return a command as typed in the repository, without the folders of this machine."""
     shown = shlex.join(["python", *command[1:]])
     return shown.replace(f"{output}/", f"{output.name}/").replace(f"{ROOT}/", "")
 
 
 def out_of_reach(name: str, plan: Plan) -> str | None:
-    """Return why a step cannot run on this machine, or None."""
+    """Return the reason why a step cannot run on this machine, or None."""
     if STEPS[name].cards == 1 or plan.device == "cpu":
         return None
     found = torch.cuda.device_count()
@@ -92,9 +92,9 @@ def ended_in_time(command: Sequence[str], log: Path, limit: float) -> int | None
 
 
 def verdict(log: Path) -> str:
-    """Return the last line of a log that reports an error, or else its last line."""
+    """Return the last line of a log that reports an error, or else the last line."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    # A launcher writes more lines after the program has ended.
+    # A launcher writes further lines after the program has ended.
     errors = [line for line in lines if line.startswith(("error:", "FAILED"))]
     return (errors or lines or ["nothing"])[-1]
 
@@ -156,7 +156,7 @@ def show(entries: Sequence[Mapping[str, Any]], title: str) -> None:
 
 
 def run(device: str, small: bool, output: Path, names: Sequence[str] | None, limit: float | None) -> int:
-    """Run steps; returns the exit code, 0 if everything that can run here passed.
+    """Run steps; return the exit code, 0 if everything that can run here passed.
 
     Args:
         device: "cuda" or "cpu".

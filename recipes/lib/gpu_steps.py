@@ -27,7 +27,7 @@ SIDE = 32  # pixels of an image
 
 @dataclass(frozen=True)
 class Plan:
-    """The options of the command line.
+    """The command-line options.
 
     Args:
         device: "cuda" or "cpu".
@@ -51,7 +51,7 @@ class Step:
     Args:
         limit: seconds after which it is killed.
         command: its arguments, from the plan.
-        figures: returns the results to keep; raises ValueError if they do not show what the step is for.
+        figures: returns the results to keep; raises ValueError if they fail to show what the step is for.
         cards: number of GPUs it needs, if the device is a GPU.
         prepare: writes its input files.
     """
@@ -87,7 +87,7 @@ def tests(plan: Plan) -> list[str]:
 
 
 def test_figures(plan: Plan) -> dict[str, Any]:
-    """Return how many tests there were."""
+    """Return the number of tests."""
     suite = next(ElementTree.parse(plan.output / "tests.xml").iter("testsuite"))
     found = {name: int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
     if found["tests"] == found["skipped"]:
@@ -120,7 +120,7 @@ def training(name: str, profile: str, arguments: Callable[[Plan], Sequence[str]]
 
 
 def training_figures(name: str) -> Callable[[Plan], dict[str, Any]]:
-    """Return score, speed and memory of a run, and check that it ran on the requested device."""
+    """Return the score, speed and memory of a run, and check that it used the requested device."""
 
     def figures(plan: Plan) -> dict[str, Any]:
         report = read_json(plan.output / name / "metrics.json")
@@ -249,7 +249,7 @@ STEPS: dict[str, Step] = {
 }
 
 
-# --- small data without a download, enough to show whether training works on a GPU ---------------------------------
+# --- small data without a download, enough to check that training works on a GPU -----------------------------------
 
 
 def write_texts(folder: Path, rows: int) -> None:
@@ -257,7 +257,7 @@ def write_texts(folder: Path, rows: int) -> None:
 
     Args:
         folder: an existing folder.
-        rows: most rows of train.csv; eval.csv has at most a quarter of that.
+        rows: maximum number of rows of train.csv; eval.csv has at most a quarter of that.
     """
     for name, sentences, most in zip(("train", "eval"), load_sentences(), (rows, max(1, rows // 4)), strict=True):
         with (folder / f"{name}.csv").open("w", newline="", encoding="utf-8") as file:
@@ -267,7 +267,7 @@ def write_texts(folder: Path, rows: int) -> None:
 
 
 def write_pictures(folder: Path, per_class: int) -> None:
-    """Write {train,test}/CLASS/NUMBER.png in the layout of task cifar10: waves with a direction and colour per class.
+    """Write {train,test}/CLASS/NUMBER.png in the layout of task cifar10: waves, with a direction and colour per class.
 
     Args:
         folder: an existing folder.

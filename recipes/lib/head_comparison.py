@@ -1,4 +1,4 @@
-"""A head in closed form beside a trained one, on the same features: the experiment of recipes/closed_form.py."""
+"""A closed-form head compared with a trained one on the same features: the experiment of recipes/closed_form.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from snnk_peft.solvers.ridge import closed_form_head
 
 
 class ClosedForm(Finetuning):
-    """Experiment that trains a head with AdamW; its report fits the closed-form head for comparison."""
+    """Experiment that trains a head with AdamW and compares it with the closed-form head in its report."""
 
     settings, program = ClosedFormConfig, "closed_form.py"
 
@@ -50,7 +50,7 @@ class ClosedForm(Finetuning):
         return Data(Vectors(texts.train, encode, "encode train"), splits)
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """Return the untrained head; the closed-form one is fitted here, on every process's share of the examples."""
+        """Return the untrained head; fit the closed-form one, on every process's share of the examples."""
 
         plan = [indices for step in self.texts.plan(64, self.config.train, epoch=0) for indices in step]
         mine = plan[accelerator.process_index :: accelerator.num_processes]

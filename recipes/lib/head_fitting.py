@@ -29,7 +29,7 @@ from snnk_peft.tasks.texts import batches_by_length, drawn
 
 STATISTICS, RECORD = "statistics.safetensors", "head.json"  # the fitted head, written before the first checkpoint
 PLOT = "score_over_seconds.png"
-SAMPLE = 512  # training examples whose leave-one-out scores are reported
+SAMPLE = 512  # training examples with reported leave-one-out scores
 
 
 class FitHead(Finetuning):
@@ -81,7 +81,7 @@ class FitHead(Finetuning):
         return made
 
     def _pairs(self, base: Any, data: Data, accelerator: Any) -> bool:
-        """Return whether the examples are pairs of texts that the head can tell apart."""
+        """Return True if the examples are pairs of texts that the head can tell apart."""
         if not data.train.pairs or "token_type_ids" in data.train.batch([0]) or separator_of(base.config) is not None:
             return data.train.pairs
         accelerator.print(
@@ -93,7 +93,7 @@ class FitHead(Finetuning):
     def _fitted(
         self, head: ClosedFormHead, empty: Callable[[], ClosedFormHead], data: Data, accelerator: Any
     ) -> dict[str, Any]:
-        """Accumulate all examples, a share at a time, and fit after each; returns the record of the fit."""
+        """Accumulate all examples, a share at a time, and fit after each; return the record of the fit."""
         config = self.config
         size, rank, world = config.train.eval_batch_size, accelerator.process_index, accelerator.num_processes
         shares = _shares(data.train.lengths, config.method.points, config.train.seed, size)
@@ -109,7 +109,7 @@ class FitHead(Finetuning):
             read = time.perf_counter()
             fitted = _fit(head, number == len(shares))
             reading += read - start
-            seconds = reading + time.perf_counter() - read  # stopping here would have needed only this fit
+            seconds = reading + time.perf_counter() - read  # a run that stopped here would need only this fit
             scores = {name: self.task.compute(fitted.scores(x).float(), y) for name, (x, y) in held.items()}
             found = self.task.summarize(scores)
             points.append({"examples": head.statistics.count, "seconds": seconds, "score": found["score"]})
@@ -214,7 +214,7 @@ def _shares(lengths: Sequence[int], points: int, seed: int, size: int) -> list[l
 
 
 def _read(head: ClosedFormHead, examples: ExampleSet, size: int, title: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the vectors that the head reads from all examples, and their labels."""
+    """Return the vectors that the head reads from all examples, with their labels."""
     found = []
     for indices in bar(list(examples.by_length(size)), title):
         batch = examples.batch(indices)
@@ -225,7 +225,7 @@ def _read(head: ClosedFormHead, examples: ExampleSet, size: int, title: str) -> 
 
 
 def _evaluations(folder: Path, figures: Mapping[str, Any]) -> list[tuple[float, float]]:
-    """Return (seconds of training, score) of a finetune.py run; only the last if the others used held-back rows."""
+    """Return (training seconds, score) of a finetune.py run; only the last if the others used held-back rows."""
     if "score_held_back" in figures:
         return [(figures["train_seconds"], figures["score"])]
     rows = [row for row in read_log(folder / "log.jsonl") if "score" in row]

@@ -1,6 +1,6 @@
 """The settings of recipes/fit_head.py and of recipes/closed_form.py. Nothing here imports torch."""
 
-# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# `option` returns a dataclasses.field, which is a valid dataclass default.
 # ruff: noqa: RUF009
 
 from __future__ import annotations

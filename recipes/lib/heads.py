@@ -23,7 +23,7 @@ class Vectors(ExampleSet):
 
     Attributes:
         vectors: (n, width), in the order of the examples.
-        seconds: seconds that encoding took.
+        seconds: seconds spent encoding.
     """
 
     def __init__(self, examples: ExampleSet, encode: Callable[[dict[str, torch.Tensor]], torch.Tensor], title: str):
@@ -57,7 +57,7 @@ class Head(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, vectors: torch.Tensor, labels: torch.Tensor | None = None) -> SequenceClassifierOutput:
-        """Return logits (batch, outputs) in float32, whatever the run's precision: the encoder is not part of it."""
+        """Return logits (batch, outputs), in float32 whatever the run's precision, as the encoder is not included."""
         with torch.autocast(vectors.device.type, enabled=False):
             logits = self.linear(vectors)
             if labels is None:

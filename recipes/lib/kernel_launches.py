@@ -1,4 +1,4 @@
-"""The launches of the package's Triton kernels as data, to compile them without a GPU or time them in other sizes."""
+"""Launches of the package's Triton kernels as data, to compile them without a GPU or time them at other sizes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _of_causal(options: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def watched(runs: bool) -> Iterator[list[Launch]]:
-    """Record kernel launches inside the context; with `runs` they are also executed."""
+    """Record kernel launches in a context; with `runs`, also execute them."""
     found: list[Launch] = []
     with contextlib.ExitStack() as stack:
         for module, names in (
@@ -91,7 +91,7 @@ def every_launch(
 ) -> list[Launch]:  # fmt: skip
     """Collect launches of attention on one sequence: forward and backward (not causal, causal, joint), and decoding.
 
-    On the meta device, nothing is executed.
+    Nothing is executed on the meta device.
 
     Args:
         device: "meta", or the device on which the kernels run.
@@ -172,7 +172,7 @@ def every_adapter_launch(
         tokens: rows of the input.
         m: number of features.
         dim: dimension of input and output.
-        learned: also compute gradients of the rows, whose inputs are then not normalised, and of a bias.
+        learned: also compute gradients of the rows, whose inputs are then unnormalised, and of a bias.
     """
     x, g = (torch.randn(tokens, dim, device=device) for _ in range(2))
     matrix, low = torch.randn(dim, m, device=device), torch.randn(m, dim, device=device).to(dtype)
@@ -187,7 +187,7 @@ def every_adapter_launch(
 
 @contextlib.contextmanager
 def parts_of(tokens: int) -> Iterator[None]:
-    """Cut every sequence into parts of `tokens` tokens inside the context."""
+    """Cut every sequence into parts of `tokens` tokens in a context."""
     kinds = dict.fromkeys(launching.FEWEST, tokens)
     with mock.patch.dict(launching.FEWEST, kinds), mock.patch.dict(launching.LONGEST, kinds):
         yield

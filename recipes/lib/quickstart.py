@@ -1,6 +1,6 @@
 """Data, measurements and output of the quickstart.
 
-It reads film reviews or, where these cannot be fetched, docstrings of Python itself.
+It reads film reviews or, if these cannot be fetched, docstrings of Python itself.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def load_corpus(say: Callable[[str], object]) -> Corpus:
 
 
 def film_corpus() -> Corpus:
-    """Load the task of telling positive from negative sentences of film reviews."""
+    """Load the task of telling positive from negative film review sentences."""
     train, test = ([Example(s.text, s.label) for s in half] for half in film_reviews.load_sentences())
     return Corpus(
         task="film_reviews",
@@ -155,7 +155,7 @@ def quicker_precision(model: nn.Module, batch: dict[str, torch.Tensor]) -> str:
 def latencies(models: Sequence[nn.Module], shape: tuple[int, int], repetitions: int) -> list[float]:
     """Measure the median milliseconds of one batch of `shape` (batch, tokens) for each model.
 
-    The models take turns, so a busy moment of the machine hits all of them.
+    The models take turns, so a busy moment of the machine affects all of them.
     """
     ids = torch.randint(1000, 30000, shape, generator=torch.Generator().manual_seed(0))
     seconds: list[list[float]] = [[] for _ in models]
@@ -169,7 +169,7 @@ def latencies(models: Sequence[nn.Module], shape: tuple[int, int], repetitions: 
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the bytes of the weight files that `save_pretrained` wrote."""
+    """Return the bytes of the weight files written by `save_pretrained`."""
     return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
 
 
@@ -179,7 +179,7 @@ def numbers(model: nn.Module) -> int:
 
 
 def reload_in_fresh_process(folder: Path, texts: list[str]) -> list[dict[str, float]]:
-    """Return class probabilities of each text from `pipeline(...)` in a new Python process."""
+    """Return the class probabilities of each text from `pipeline(...)` in a new Python process."""
     given = json.dumps({"folder": str(folder), "texts": texts, "cut": CUT})
     done = subprocess.run([sys.executable, "-c", RELOAD], input=given, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -206,11 +206,11 @@ class Row:
 
     Attributes:
         name: name of the model.
-        correct: number of test sentences labelled correctly.
+        correct: number of correctly labelled test sentences.
         total: number of test sentences.
         trained_parameters: number of trained parameters.
         parameters: number of parameters needed to run the model, including frozen matrices.
-        bytes: size of the weight files it needs to run.
+        bytes: size of the weight files needed to run the model.
         latency_ms: median milliseconds of one batch.
     """
 
@@ -237,7 +237,7 @@ class Row:
 
 
 def comparison(rows: Sequence[Row], unseen: str) -> Table:
-    """Format the rows as a table for the terminal, with speed-ups over the first row; `unseen` names the test set."""
+    """Format the rows as a terminal table, with speed-ups over the first row; `unseen` names the test set."""
     table = Table(title=f"accuracy on {unseen} (95 %), median latency of one batch", box=SIMPLE)
     for column in ("", "accuracy", "trained", "weights", "latency", "speed-up"):
         table.add_column(column, justify="right" if column else "left")
@@ -274,8 +274,8 @@ def draw(rows: Sequence[Row], title: str, unseen: str, batch: str, chance: float
     Args:
         rows: the models, at most four.
         title: title of the figure.
-        unseen: what the accuracy is of, e.g. "unseen sentences".
-        batch: what the latency is of, e.g. "32 × 64 tokens".
+        unseen: what the accuracy refers to, e.g. "unseen sentences".
+        batch: what the latency refers to, e.g. "32 × 64 tokens".
         chance: accuracy of guessing.
         file: the PNG to write.
     """

@@ -55,7 +55,7 @@ def bundle(model: nn.Module, *, probe: Mapping[str, Any] | None = None) -> Any:
     Returns:
         A `PreTrainedModel` in eval mode, on the same device, sharing no memory with `model`. `save_pretrained` writes a
         folder that loads with the Auto classes after `import snnk_peft`, or without this package under
-        `trust_remote_code=True`. `.bundle_report` says what was folded, sizes, parity.
+        `trust_remote_code=True`. `.bundle_report` lists what was folded, sizes, parity.
 
     Raises:
         ConfigError: nothing to fold.

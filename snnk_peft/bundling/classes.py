@@ -57,7 +57,7 @@ class SavedBundle(BundledModel):
         """Write a folder that `AutoModelFor….from_pretrained` loads; see the module's docstring.
 
         Args:
-            save_directory: the folder; made if absent. An existing README.md is kept.
+            save_directory: the folder; created if absent. An existing README.md is kept.
             *args: as in transformers.
             push_to_hub: also upload the folder; `repo_id`, `token`, `private` and so on are then accepted as well.
             **kwargs: as in transformers.

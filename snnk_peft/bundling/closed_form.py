@@ -97,7 +97,7 @@ def fit_closed_form(
     A head from `with_head` is fitted to a sample of at most 4,000 examples as a starting point for training: with
     enough examples per parameter, and only if it beats chance (`heads/start.py`).
 
-    With several processes (torch.distributed is initialised) each gives its own share of the batches, of any size:
+    With several processes (torch.distributed initialised), each passes its own share of the batches, of any size:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
     same bits in every process.
 
@@ -235,7 +235,7 @@ def _pass(
         wanted = wanted.to(features.device)
         if sample is not None:
             sample.update(torch.cat([features.double(), wanted], 1))
-            features = features.mean(1, keepdim=True)  # of which only is asked whether it varies
+            features = features.mean(1, keepdim=True)  # all that matters is whether it varies
         moments.update(features, wanted)
     moments.reduce()
     known.reduce()
@@ -252,8 +252,7 @@ def _pass(
 
 
 def _moments_of(path_and_head: tuple[str, nn.Linear] | None, width: int | None) -> GramAccumulator:
-    """Create empty moments for the head's inputs or for `width` of them; of any size in a process without batches,
-    which does not know the head."""
+    """Create empty moments for the head's inputs or `width` of them; of any size if no batch has shown the head."""
     if path_and_head is None:
         return GramAccumulator(1, 1)
     return GramAccumulator(width or path_and_head[1].in_features, path_and_head[1].out_features)
@@ -278,7 +277,7 @@ def logits_head(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[str, nn.Li
                 hooks.enter_context(module.register_forward_hook(partial(note, path)))
         try:
             logits = getattr(model(**given_inputs), "logits", None)
-        except (AttributeError, TypeError, ValueError) as error:  # of the model's code: it wants other inputs
+        except (AttributeError, TypeError, ValueError) as error:  # the model's code needs other inputs
             raise UnsupportedError(
                 f"{type(model).__name__} does not run on {', '.join(given_inputs)} alone ({type(error).__name__}: "
                 f"{error}); expected a classifier that does"
@@ -334,7 +333,7 @@ def head_features(model: nn.Module, head: nn.Linear | HeadReader, inputs: Mappin
 def _pairs(features: torch.Tensor, given: torch.Tensor, outputs: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Return features (n, m) and targets (n, outputs) without ignored examples, and whether targets are classes."""
     floating, shape = given.is_floating_point(), tuple(given.shape)
-    if not floating and features.ndim == 3 and shape == features.shape[:2]:  # of words; others are negative
+    if not floating and features.ndim == 3 and shape == features.shape[:2]:  # token classes; ignored ones are negative
         features, given = features[given >= 0], given[given >= 0]
     if given.shape[:1] != features.shape[:1]:
         raise ConfigError(f"targets are {shape}; expected one per example, of which there are {len(features)}")

@@ -36,7 +36,7 @@ from snnk_peft.solvers.reduce import TokenSample, gathered
 from snnk_peft.tuner.given_model import outside_inference_mode
 
 SAMPLE = 512  # examples whose vectors are kept for the temperature
-ROUNDINGS = 64  # by which variances of what a model computes differ at most when other examples stand in the batch
+ROUNDINGS = 64  # roundings by which a variance of computed features may change with the other examples in a batch
 
 
 class ClosedFormHead:
@@ -47,7 +47,7 @@ class ClosedFormHead:
         features: what the head reads; the mean over the tokens of the last layer if None.
         kind: "classes", "labels" (any number of them per example) or "numbers" (regression).
         names: names of the classes, labels or outputs; those in `model.config.id2label` if None.
-        remember: keep a digest of every example, so that `remove` refuses one that was not counted; see
+        remember: keep a digest of every example, so that `remove` rejects one that was not counted; see
             `HeadStatistics`.
 
     Attributes:
@@ -190,7 +190,7 @@ class ClosedFormHead:
 
     @outside_inference_mode
     def merge(self, other: ClosedFormHead | HeadStatistics | str | os.PathLike[str]) -> None:
-        """Add the examples counted by another head; also takes statistics, or their file.
+        """Add the examples counted by another head; also accepts statistics, or their file.
 
         Raises:
             ConfigError: the statistics are of another model or other features, or damaged.
@@ -205,7 +205,7 @@ class ClosedFormHead:
 
     @outside_inference_mode
     def reduce(self) -> None:
-        """Count the examples of all other processes as well; every process calls this, once, after its `add`."""
+        """Count the examples of all other processes as well; every process must call this, once, after its `add`."""
         self.statistics.reduce()
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -133,7 +133,7 @@ def encoder_and_reader(
 
 
 def of_images(model: PreTrainedModel) -> bool:
-    """Return whether the model takes images."""
+    """Return whether the model accepts images."""
     return model.main_input_name == "pixel_values"
 
 

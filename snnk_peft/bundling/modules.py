@@ -171,7 +171,7 @@ def head_outputs(model: Any) -> set[str]:
 def with_outputs(modules: Mapping[str, Spec], heads: set[str], config: Any) -> dict[str, Spec]:
     """Return the plan with the head's number of outputs set to the config's number of labels, which may change."""
     if not isinstance(modules, Mapping):
-        return modules  # refused where it is installed
+        return modules  # rejected when it is installed
     changed = dict(modules)
     for path, spec in modules.items():
         if not isinstance(spec, Mapping):

@@ -19,7 +19,7 @@ from snnk_peft.heads.features import HEAD
 from snnk_peft.layers.kernel_attention import KernelAttention
 
 EXAMPLES, TOKENS = 4, 16
-ANY_SIZE = 64  # of images, for models whose config names none (ResNet): convolutions read any
+ANY_SIZE = 64  # image size for models whose config specifies none (ResNet): convolutions accept any
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def probe_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Create random inputs for a model of texts, images or mel spectrograms, always the same; some tokens are padding.
 
     Raises:
-        UnsupportedError: the model takes other inputs; pass them as `bundle(model, probe=...)`.
+        UnsupportedError: the model needs other inputs; pass them as `bundle(model, probe=...)`.
     """
     config, generator = model.config, torch.Generator("cpu").manual_seed(0)
     if model.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
@@ -220,7 +220,7 @@ def compare(model: nn.Module, bundled: Callable[..., Any], inputs: Mapping[str, 
         The error (NaN if an output is NaN or infinite) and the name of the output where it occurs.
     """
     tensors = (value for value in inputs.values() if isinstance(value, torch.Tensor))
-    with full_precision(next(tensors, torch.empty(0, device="meta"))):  # autocast rounds each of them in its own way
+    with full_precision(next(tensors, torch.empty(0, device="meta"))):  # autocast would round the two differently
         with evaluating(model):
             expected = model(**inputs, return_dict=True)
         given = bundled(**inputs, return_dict=True)

@@ -32,8 +32,8 @@ from snnk_peft.solvers.reduce import process, processes, same_everywhere
 from snnk_peft.tuner.given_model import no_adapter, takes_model
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path, root_of
 
-ROOM = 1 << 28  # bytes of statistics at a time; more adapters than that take further passes
-TIE = 1e-6  # new rows must be better by this share: of rows that are as good, rounding would choose
+ROOM = 1 << 28  # bytes of statistics at a time; beyond that, adapters need further passes
+TIE = 1e-6  # new rows must be better by this share; otherwise rounding would choose between equally good ones
 FP16_SCALE = 1024.0  # gradients of a loss in fp16 vanish otherwise
 
 
@@ -71,14 +71,14 @@ def calibrate_adapters(
     The model's outputs do not change. A new task head should start at the labels' mean or frequencies, as in
     recipes/finetune.py; otherwise the gradients mostly correct the head.
 
-    All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was. With several processes
-    each gives its own share of the batches, as for `calibrate`.
+    All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was. With several processes,
+    each passes its own share of the batches, as for `calibrate`.
 
     Args:
         model: a model from `get_snnk_model` with an adapter that has not been trained.
         batches: model-input dicts with labels, from which the model computes a loss; a list, a DataLoader or a function
             that returns an iterator, always in the same order. A few hundred examples in a dozen batches are enough.
-        held_out: fraction of the batches that chooses the regularisation and judges the rows.
+        held_out: fraction of the batches that chooses the regularisation and evaluates the rows.
         ridges: candidates for the regularisation, as fractions of the mean square of an input.
         refit: once the regularisation is chosen, compute the rows from all batches.
         progress: show a progress bar with an estimate.
@@ -287,7 +287,7 @@ def _settle(adapter: _Adapter, moments: GradientMoments, ridges: Sequence[float]
     if taken:
         C = moments.moment
         wanted, squares = (((rows @ C) * rows).sum(-1) for rows in (before, fit.rows))
-        # Where the gradient has fewer directions than there are rows, the others stay as they are.
+        # If the gradient has fewer directions than there are rows, the remaining rows stay as they are.
         made = fit.rows.any(1)
         factors = (wanted.mean() / squares.where(made, 1.0)).sqrt()
         rows = torch.where(made[:, None], fit.rows * factors[:, None], before)

@@ -27,7 +27,7 @@ POOLINGS = ("mean", "first", "last")
 OTHER_PROBLEMS = ("regression", "multi_label_classification")
 VECTORS = 2000  # embeddings whose similarities are compared
 NEIGHBOURS = 10
-Rows = dict[str, Tensor]  # by the name of the output
+Rows = dict[str, Tensor]  # by output name
 Pooling = str | Callable[[Tensor, Mapping[str, Any]], Tensor]  # one of POOLINGS, or (states, inputs) -> (n, dim)
 
 
@@ -37,7 +37,7 @@ class Answers:
     Args:
         model: a transformers model, patched or not.
         pooling: how token states become one vector if the model has no logits: "mean" over the mask, "first" or "last"
-            token, or a function of the states and the inputs, such as the modules behind the encoder of a
+            token, or a function of the states and the inputs, such as the modules after the encoder of a
             SentenceTransformer.
 
     Raises:
@@ -97,8 +97,7 @@ class Answers:
         return total
 
     def distances(self, original: Rows, other: Rows) -> Rows:
-        """Compute the distances of the rows from the original's, (n,) per output, differentiable: nats, squares or 1 −
-        cosine."""
+        """Return distances from the original, (n,) per output, differentiable: nats, squares or 1 − cosine."""
         return {name: self._distance(name, rows, other[name]) for name, rows in original.items()}
 
     def _distance(self, name: str, original: Tensor, other: Tensor) -> Tensor:
@@ -169,8 +168,9 @@ class Comparison:
         sums["words"] = sums.get("words", 0.0) + float(real.sum())
 
     def distance(self) -> float:
-        """Return the mean distance: nats for logits, 1 − cosine for embeddings, the squared difference relative to the
-        variance for regression; averaged over outputs. 0 for equal answers, NaN if an answer is NaN.
+        """Return the mean distance: nats for logits, 1 − cosine for embeddings, relative squares for regression.
+
+        Squares are relative to the variance; outputs are averaged. 0 for equal answers, NaN if an answer is NaN.
 
         Raises:
             ConfigError: no row was compared.

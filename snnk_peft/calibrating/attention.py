@@ -4,11 +4,11 @@ Function approximation at initialisation for linear attention (Definition 10.2 o
 networks"), with these choices where the definition is open or wrong. The parameters of the feature maps (and of the
 blend, if there are several fields) are fitted, not new queries and keys, which are known for a pretrained model. The
 definition draws Gaussian values V independently of Q and K, but a layer computes all three from the same tokens; so
-real queries, keys and values are used. Its squared error for such V has a closed form all the same, ‖Â − A‖²_F of the
+real queries, keys and values are used. The squared error for such V still has a closed form, ‖Â − A‖²_F of the
 attention weights: loss="weights".
 
-All layers are fitted at once: in each forward pass every layer computes softmax, which keeps the inputs of the next one
-what they were, and beside it the loss of its linear attention, whose gradient ends at the queries and keys.
+All layers are fitted at once: in each forward pass every layer computes softmax, so that the inputs of the next one do
+not change, and alongside it the loss of its linear attention, whose gradient stops at the queries and keys.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def fit_attention(
         steps: number of Adam steps, one batch each; the learning rate decays linearly to zero.
         learning_rate: learning rate of the first step.
         loss: per query and head, "cross_entropy" of the attention weights (as Kullback-Leibler divergence; for positive
-            features), "output", the squared error of what the layer's heads give, or "weights", that of the weights.
-            The first and the last form them, O(L²) memory, for at most 2048 keys.
+            features), "output", the squared error of the heads' outputs, or "weights", that of the weights. The first
+            and the last materialise the weights, O(L²) memory, for at most 2048 keys.
         held_out: fraction of the batches that is not fitted, in (0, 1); errors are reported on these.
         progress: show a progress bar with an estimate.
 
@@ -123,7 +123,7 @@ def learned_kernels(model: nn.Module) -> list[KernelAttention]:
 
 
 def loss_of(model: nn.Module) -> str:
-    """The loss that the features of a model's linear attention allow: the divergence for positive ones."""
+    """Return the loss that the features of a model's linear attention allow: the divergence for positive ones."""
     components = [one.component for kernel in learned_kernels(model) for one in kernel.maps()]
     return "cross_entropy" if all(component.positive for component in components) else "output"
 
@@ -195,7 +195,7 @@ def _observed(observers: list[Observer]) -> Iterator[None]:
 
 @torch.no_grad()
 def _errors(model: nn.Module, observers: list[Observer], batches: Survey, held_out: float) -> list[float]:
-    """Relative error of each layer's outputs on the held-out batches."""
+    """Return the relative error of each layer's outputs on the held-out batches."""
     for observer in observers:
         observer.clear()
         observer.fitting = False

@@ -19,7 +19,7 @@ from snnk_peft.functional.at_hand import place_of
 from snnk_peft.repeats import LABELS, count_repeated, label_note, rows
 from snnk_peft.solvers.reduce import gathered, global_index, process
 
-IMAGE_TOKENS = 196  # of an image of the usual size
+IMAGE_TOKENS = 196  # in an image of the usual size
 GOLDEN = 0.6180339887498949
 Batches = Iterable[Batch] | Callable[[], Iterable[Batch]]
 
@@ -49,7 +49,7 @@ def refuse_no_batches(batches: Any) -> None:
             f"batches is a {type(batches).__name__} ({inside}); {expected}. "
             + ("Give one of its splits" if single else "Give a batch alone as [batch]")
         )
-    if hasattr(batches, "columns") and hasattr(batches, "iloc"):  # a DataFrame, which gives its column names
+    if hasattr(batches, "columns") and hasattr(batches, "iloc"):  # iterating over a DataFrame gives its column names
         inside = ", ".join(map(str, batches.columns))
         raise ConfigError(f"batches is a {type(batches).__name__} ({inside}); {expected}")
     # Models, tokenizers and classes are callable, and some are iterable, but they yield no batches.
@@ -66,7 +66,7 @@ def _starts(batches: Any) -> bool:
         inspect.signature(batches).bind()
     except TypeError:
         return False
-    except ValueError:  # of some functions in C nobody knows
+    except ValueError:  # unknown for some functions written in C
         return callable(batches)
     return not isinstance(batches, nn.Module)
 
@@ -129,7 +129,7 @@ def checked_one(model: nn.Module, batch: Any, name: str) -> dict[str, Any]:
 def is_held_out(index: int, fraction: float) -> bool:
     """Spread the held-out batches evenly: whenever the running count of index·fraction passes a half.
 
-    Counted over all processes, which take turns: the choice does not depend on how many there are.
+    The count runs over all processes, which take turns, so the choice does not depend on how many there are.
     """
     index = global_index(index)
     return int((index + 1) * fraction + 0.5) > int(index * fraction + 0.5)
@@ -171,7 +171,7 @@ class Survey:
     """Result of reading all batches once; iterate over it to read them again, any number of times.
 
     All checks that need no forward pass are made here; later reads are checked to give the same batches. With several
-    processes each checks its own share, and all of them report the same faults.
+    processes, each checks its own share, and all of them report the same faults.
 
     Attributes:
         total: number of batches of this process.
@@ -199,7 +199,7 @@ class Survey:
         self.tokens = self.examples = 0
         for index, given in enumerate(read(batches)):
             if (batch := check.look(index, given)) is None:
-                break  # nothing that could be counted
+                break  # nothing to count
             self.padding |= masked_tokens(batch)
             self.tokens += tokens_of(batch)
             self.examples += examples_in(batch)

@@ -70,12 +70,12 @@ def calibrate(
 
     All or nothing: an error or Ctrl-C at any moment leaves the model bit for bit as it was.
 
-    Adapters, and linear attention over rows other than `centroids`, approximate no module's output. In a model without
-    other parts they are fitted themselves: learned maps of attention with `steps`, as by `fit_attention`, or the rows
-    of adapters from labelled batches, as by `calibrate_adapters`. Next to parts that replace a module they stay
-    unchanged, and the fits see their effect in their inputs; use these two functions to fit them.
+    Adapters, and linear attention over rows other than `centroids`, do not approximate a module's output. In a model
+    without other parts they are fitted themselves: learned maps of attention with `steps`, as by `fit_attention`, or
+    the rows of adapters from labelled batches, as by `calibrate_adapters`. Next to parts that replace a module they
+    stay unchanged, and the fits see their effect in their inputs; use these two functions to fit them.
 
-    With several processes (torch.distributed is initialised) each gives its own share of the batches:
+    With several processes (torch.distributed initialised), each passes its own share of the batches:
     `batches[rank::world_size]` in every process fits what `batches` fits in one, up to the rounding of sums, with the
     same bits in every process. Shares may differ in size; each needs at least one batch. Calibrate before DDP or FSDP.
 
@@ -89,14 +89,14 @@ def calibrate(
             rows of adapters 0.5.
         ridges: candidates for the regularisation, as fractions of the mean feature variance; None: `DEFAULT_RIDGES` of
             solvers/ridge.py, and for rows of adapters `RIDGES` of solvers/gradient_rows.py.
-        refit: once the regularisation is chosen, fit to all batches, the held-out ones included. The reported error is
+        refit: once the regularisation is chosen, fit to all batches, including the held-out ones. The reported error is
             the held-out one from before.
         steps: Adam steps per layer after a closed-form fit; 0 for the closed form alone. For an attention part over
             `centroids`, the first half minimises the divergence of the weights from softmax, the second half the error
-            of the output; 200 take a few seconds per layer. For FFN and pooler whose rows are the layer's (`landmark`)
-            or learned, the rows are trained to lower the error after the contraction, on a sample of 16,384 tokens, and
-            kept only if the error on held-out tokens falls; 200 take one to three seconds per layer. A narrower FFN
-            trains all of its matrices in the same way.
+            of the output; 200 take a few seconds per layer. For an FFN or pooler whose rows come from the layer
+            (`landmark`) or are learned, they are trained to lower the error after the contraction, on a sample of
+            16,384 tokens, and kept only if the error on held-out tokens falls; 200 take one to three seconds per layer.
+            A narrower FFN trains all of its matrices in the same way.
         metric: how errors are measured. "output": by their effect on the model's outputs (logits, or the pooled
             embedding), whose gradients one pass computes without labels; targets then also correct the errors of
             earlier layers, as far as this helps on held-out tokens. "local": at the output of the replaced module
@@ -244,7 +244,7 @@ def _fit_all(
                 data = SlotInputs(model, layer, fitter, runs, survey, held_out, bar, start, weights, behind)
                 reports.append(_fit_slot(name, layer, fitter, data))
                 same_everywhere(layer.snnk_slots)
-                torch.clear_autocast_cache()  # the caller's autocast would go on with copies of what was there before
+                torch.clear_autocast_cache()  # otherwise the caller's autocast keeps copies of the old tensors
     said = [fitter.remark for fitter in fitters.values() if fitter.remark is not None]
     return reports, list(dict.fromkeys(said))
 

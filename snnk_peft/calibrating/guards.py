@@ -14,7 +14,7 @@ from snnk_peft.calibrating.inputs import masked_tokens
 from snnk_peft.errors import ConfigError
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path, root_of, saved_in_full
 
-SHOWN = 4  # parameters that are named
+SHOWN = 4  # parameters that a message names
 NONE = -1  # no token: nothing is padding
 
 
@@ -136,7 +136,7 @@ def refuse_not_finite(model: nn.Module, replaced: bool = True) -> None:
 def _all_finite(value: torch.Tensor) -> bool:
     try:
         return bool(value.detach().isfinite().all())
-    except NotImplementedError:  # of torchao: numbers of a few bits, which are finite
+    except NotImplementedError:  # torchao's numbers of a few bits, which are always finite
         return True
 
 
@@ -196,7 +196,7 @@ def _finite(value: Any) -> bool:
 def named_padding(model: Any, tokens: set[int]) -> Iterator[None]:
     """Set a padding token in the config of a text classifier within a context.
 
-    Decoders look for the last token that is not padding, and transformers refuses more than one example if the config
+    Decoders look for the last token that is not padding, and transformers rejects more than one example if the config
     has no padding token. The tokenizer's padding token is found in the batches, at masked positions.
 
     Raises:

@@ -4,8 +4,8 @@ Lists of equal length and arrays become tensors, and a row of a data set (whose 
 one example. Rows of different lengths are not padded here: only the tokenizer knows the padding token. Nor are lists of
 tensors stacked: torch's default_collate builds them from columns, so examples and tokens would be swapped.
 
-In general, padding without a mask cannot be told from text. If the model or its tokenizer's convention defines a
-padding token, it can: two of them in a row at either end of a sequence are not text.
+In general, padding without a mask cannot be distinguished from text. If the model or its tokenizer's convention defines
+a padding token, it can: two of them in a row at either end of a sequence are not text.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Batch = Mapping[str, Any]
 
 GIVES = 'gives with return_tensors="pt"'
 SHOWN = 4  # faults that are listed; the others are counted
-# Models that tell tokens apart by other means than an attention mask.
+# Inputs by which a model recognises padding or packed texts.
 APART = ("attention_mask", "position_ids", "cu_seq_lens_q")
-# Inputs that must be tensors, and how many axes one example has. Models take other objects by other names (a cache).
+# Inputs that must be tensors, and how many axes one example has. Under other names, others are accepted (a cache).
 EXAMPLE_AXES = {"input_ids": 1, "inputs_embeds": 2, "pixel_values": 3, "input_features": 2}
 INPUTS = {*EXAMPLE_AXES, "attention_mask", "token_type_ids", "position_ids", "input_values", "pixel_mask"}
 FLOATS = {"inputs_embeds", "pixel_values", "input_features", "input_values"}
-TAKEN = (torch.int32, torch.int64, torch.bool)  # integer inputs that every model takes
+TAKEN = (torch.int32, torch.int64, torch.bool)  # integer inputs that every model accepts
 ASKED = (
     'a tensor (examples, tokens), as tokenizer(texts, padding=True, return_tensors="pt") gives it, or a DataLoader '
     "whose collate_fn pads (DataCollatorWithPadding(tokenizer))"
@@ -71,7 +71,7 @@ class InputCheck:
         return self._found if more < 2 else [*self._found[:SHOWN], f"and {more} more faults of this kind"]
 
     def _of_model(self, where: str, names: list[str]) -> Iterator[str]:
-        """Yield messages about inputs that the model does not take or that are missing; `names` excludes labels."""
+        """Yield messages about inputs that are missing or that the model does not accept; `names` excludes labels."""
         name, known = type(self.model).__name__, self.forward.parameters
         main = getattr(self.model, "main_input_name", None)
         if main in known and not {main, *(each for each in EXAMPLE_AXES if each in known)} & set(names):

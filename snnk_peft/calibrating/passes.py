@@ -1,5 +1,5 @@
 """The passes over the batches for one slot: its inputs, from the stack as converted so far, and the difference between
-the residual streams behind it. Passes are shortened in stored_inputs.py.
+the residual streams after it. Passes are shortened in stored_inputs.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def execution_order(model: nn.Module, slots: Mapping[str, SlotLayer], inputs: Ma
 
 @dataclass(frozen=True)
 class Behind:
-    """Place behind a slot where the residual stream is compared with the original's.
+    """Place after a slot where the residual stream is compared with the original's.
 
     Args:
         place: the sum that the slot's output enters.
@@ -78,7 +78,7 @@ class SlotInputs:
     replacement's outputs of earlier runs are not known before it is fitted.
 
     Args:
-        model: the patched model, everything in front of the slot fitted.
+        model: the patched model, with everything before the slot already fitted.
         layer: the layer that holds the slot.
         fitter: the slot's fitter.
         runs: number of calls of the layer per forward pass.
@@ -157,7 +157,7 @@ class SlotInputs:
         self.at = None
 
     def _run(self, run: Run, index: int, inputs: Mapping[str, Any], behind: Behind | None) -> Any:
-        """Run the converted model up to the slot, or up to the sum behind it, which is returned as (n, out)."""
+        """Run the converted model up to the slot, or up to the sum after it, which is returned as (n, out)."""
         seen: list[torch.Tensor] = []
         with (
             torch.no_grad(),

@@ -16,7 +16,7 @@ from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.saved_folder import whole_file
 
 SHOWN = 4  # slots that a warning names
-POOR = 0.25  # error of an attention from which models were found to suffer: 3 to 5 points, or all that they knew
+POOR = 0.25  # attention error above which models were found to suffer: by 3 to 5 points, or completely
 BEFORE, AFTER, SECONDS = "#b0b0b0", "#1f77b4", "#7a9e7e"
 
 
@@ -136,7 +136,7 @@ def warn_of_few_tokens(slots: Sequence[SlotReport]) -> None:
 
 
 def warn_of_poor_attention(slots: Sequence[SlotReport]) -> None:
-    """Warn about attention that is approximated poorly by its feature maps, and say what to do."""
+    """Warn about attention that is approximated poorly by its feature maps, and suggest a remedy."""
     poor = [slot for slot in slots if slot.divergence_after is not None and not slot.error_after <= POOR]
     if poor:
         named = [f"{slot.path} ({slot.error_after:.2f})" for slot in poor[:SHOWN]]
@@ -170,7 +170,7 @@ class AdapterSlotReport:
     """Result for one adapter.
 
     Args:
-        path: the module that it is after or beside.
+        path: the module that it follows or runs in parallel with.
         num_features: rows of W.
         slope_before: decrease of the held-out loss per unit of change of the adapter's output (root mean square over
             tokens), for the step that is best on the fitted examples among linear features of the old rows. To first

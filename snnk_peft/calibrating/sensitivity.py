@@ -1,7 +1,7 @@
 """Sensitivity of a model's answers: one backward pass of the original gives the metric of every module's output.
 
-With y the output of a module and g the gradient there of a loss that needs no labels (`Answers.drawn_loss`), an error δ
-of the tokens moves the answers by about δᵀ E[g gᵀ] δ. The errors of a fit are therefore weighted by R with
+Let y be the output of a module and g the gradient there of a loss that needs no labels (`Answers.drawn_loss`). An error
+δ of the tokens moves the answers by about δᵀ E[g gᵀ] δ. The errors of a fit are therefore weighted by R with
 
     RᵀR = G / (tr G / d) + MIXED · I,      G = E g gᵀ over tokens
 
@@ -27,11 +27,11 @@ from snnk_peft.layers.slots import real_tokens
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.solvers.reduce import global_index, summed, summed_number
 
-TOKENS, EXAMPLES = 16_384, 256  # whose gradients are taken, about; of long examples more tokens
-PIECE = 2048  # tokens of a graph, about
+TOKENS, EXAMPLES = 16_384, 256  # approximate numbers whose gradients are computed; more tokens if examples are long
+PIECE = 2048  # approximate number of tokens of a graph
 DENSE = 1536  # dimensions up to which the metric is a full matrix
-MIXED = 0.05  # of the identity, in a metric whose mean eigenvalue is 1
-CLIPPED = 20.0  # times the mean: the most that ‖g‖² counts
+MIXED = 0.05  # weight of the identity, in a metric whose mean eigenvalue is 1
+CLIPPED = 20.0  # times the mean: the most that ‖g‖² may count
 
 
 @dataclass
@@ -126,13 +126,12 @@ def _gradients(
     answers: Answers,
     generator: torch.Generator,
 ) -> dict[str, list[Tensor]]:
-    """Compute gradients (n, d) of the drawn loss at the modules' outputs, per call; none if the answers are not
-    finite."""
+    """Compute gradients (n, d) of the drawn loss at the modules' outputs, per call; none if answers are not finite."""
     added: dict[str, list[Tensor]] = {path: [] for path in paths}
     with differentiating(model), adding(paths, added):
         read = answers.read(model(**inputs), inputs)
         if not all(bool(each.isfinite().all()) for each in read.values()):
-            return {}  # the fit that comes will say where that begins
+            return {}  # the fit that follows will report where that begins
         loss = answers.drawn_loss(read, generator)
         flat = [each for runs in added.values() for each in runs]
         taken = torch.autograd.grad(loss, flat, allow_unused=True) if loss.requires_grad else [None] * len(flat)
@@ -162,7 +161,7 @@ def differentiating(model: nn.Module) -> Iterator[None]:
             yield
     except torch.OutOfMemoryError:  # says nothing about the model
         raise
-    except RuntimeError as error:  # where a derivative is missing, NotImplementedError, which is one
+    except RuntimeError as error:  # includes NotImplementedError, raised where a derivative is missing
         raise UnsupportedError(
             f"the answers of {type(model).__name__} cannot be differentiated ({error}); calibrate with "
             'metric="local", which needs no gradients'

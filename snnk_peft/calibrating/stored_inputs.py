@@ -70,7 +70,7 @@ class StoredInputs:
     ) -> Iterator[Run]:
         """Provide a function (batch index, inputs) that runs the model up to a slot, for one pass over the batches.
 
-        Everything in front of the slot must already be in its final state.
+        Everything before the slot must already be in its final state.
         """
         path = original_path(name)
         inside = [index for index, layer in enumerate(self.paths) if f"{path}.".startswith(f"{layer}.")]
@@ -78,7 +78,7 @@ class StoredInputs:
         if runs > 1 or not self.usable or not (inside or known):
             yield lambda index, inputs: model(**inputs)
             return
-        # Behind the last layer (a pooler) nothing further is stored.
+        # After the last layer (a pooler) nothing further is stored.
         one = _Pass(self, model, slot, inside[0] if inside else max(known), stream)
         with self.layers[one.layer].register_forward_pre_hook(one.keep, with_kwargs=True):
             yield one.run

@@ -1,4 +1,4 @@
-"""The difference between the residual streams of the original and the converted model, behind a replaced module.
+"""The difference between the residual streams of the original and the converted model, after a replaced module.
 
 A block is fitted to the original's contribution to the stream and, in addition, to the errors of earlier blocks. The
 streams are compared at the sum that the module's output enters: S = residual + y before the next norm. It is found by
@@ -21,8 +21,8 @@ from snnk_peft.layers.slots import Retrained, Slot
 from snnk_peft.parts.attention.slots import Attend
 from snnk_peft.tuner.slot_layer import SlotLayer
 
-NEAR, MOST = 0.05, 0.98  # two tensors are equal if most numbers differ by less than this; in bf16 no two would be
-LARGE = 30.0  # times the output's deviation: a change that stands out from the rounding of what it is added to
+NEAR, MOST = 0.05, 0.98  # tensors are equal if most entries differ by less than this; in bf16 no two would be equal
+LARGE = 30.0  # times the output's standard deviation: a change that stands out from the rounding of the sum
 
 
 class Place(NamedTuple):
@@ -38,7 +38,7 @@ class Place(NamedTuple):
 
 
 class Found(Exception):  # noqa: N818 - control flow, not an error
-    """Exception that ends a forward pass behind the place."""
+    """Exception that ends a forward pass after the place."""
 
 
 def stands_in(slot: Slot) -> bool:

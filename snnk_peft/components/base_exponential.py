@@ -53,7 +53,7 @@ class Exponential(Component):
 
 def rows_and_bias(projection: Projection, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return W (num_features, dim) and the bias added to Wx, (num_features,), with the device and dtype of `like`."""
-    if has_kernels(like.device.type):  # which are so fast that every operation before them counts
+    if has_kernels(like.device.type):  # so fast that every operation before them counts
         with at_hand(projection):
             rows = projection.materialize().to(like)
             return rows, rows.new_zeros(rows.shape[0]) if projection.bias is None else projection.bias.to(like)

@@ -128,7 +128,7 @@ class Taylor(Component):
         for n in wanted:
             counts[n], left = 1, left - n
         while True:
-            # Variance |a_n|/r_n of a degree against the n rows that one more feature costs.
+            # Variance |a_n|/r_n of a degree relative to the n rows that one more feature costs.
             fitting = [n for n in wanted if n <= left]
             if not fitting:
                 return counts

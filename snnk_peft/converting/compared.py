@@ -30,7 +30,7 @@ def compared(
 
     Returns:
         The figures, including `distance`; and per layer, front to back, `error`, the squared difference of the states
-        behind it (residual and normalisation included) relative to their variance, and `psnr`, in dB, relative to their
+        after it (residual and normalisation included) relative to their variance, and `psnr`, in dB, relative to their
         range. Without states, no layers.
     """
     comparison = Comparison(answers)

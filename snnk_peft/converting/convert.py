@@ -48,7 +48,7 @@ class Converted:
     model: Any
     report: ConversionReport
     tokenizer: Any = None
-    _files: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)  # of int8
+    _files: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)  # of int8 models
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write the model, its tokenizer, a card, conversion.json with its plot and, with `int8`, model_int8.onnx.
@@ -107,7 +107,7 @@ def convert(
         model: a transformers model, a SentenceTransformer, or the folder or Hub id of one.
         data: examples of the kind that the model will see. A list of texts, or of pairs of texts; a file of texts (.txt
             with one per line, .csv, .tsv, .jsonl, .parquet); a `datasets.Dataset` or DataFrame; images, or a folder of
-            them; or batches of model inputs, as `calibrate` takes them. A share (15%, but at most 500 examples and
+            them; or batches of model inputs, as for `calibrate`. A share (15%, but at most 500 examples and
             100,000 tokens of text) is held out from everything, to compare the two models.
         budget: "2x" for half of the cost, or the share of the cost to keep, in (0, 1), for which `plan` chooses parts
             and sizes. None converts `parts` as they are.
@@ -121,8 +121,8 @@ def convert(
         parts: the candidates of the plan, or the parts to convert; None for all that suit the model.
         tokenizer: tokenizer or image processor; None loads the one saved with the model.
         text: name of the text column, or names of the two columns with pairs; None for "text".
-        samples: maximum number of examples, drawn by the seed; None: 20,000 texts (of long ones fewer, but 2,500) or
-            640 images. Fits read some of them; the recovery reads each once before it repeats any.
+        samples: maximum number of examples, drawn by the seed; None: 20,000 texts (fewer long ones, but at least 2,500)
+            or 640 images. Fits read some of them; the recovery reads each once before it repeats any.
         max_length: tokens per text; None for the model's maximum, but at most 512.
         pooling: how an encoder without a head turns token states into a vector: "mean", "first" or "last". A
             SentenceTransformer has its own.

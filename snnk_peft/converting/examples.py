@@ -26,16 +26,16 @@ from snnk_peft.tasks._rows import read_dataset
 from snnk_peft.tasks.base_image import FilePictures, converted
 from snnk_peft.tasks.texts import Tokens, batches_by_length, checked_texts, drawn, read_texts
 
-HELD_OUT, MOST_HELD_OUT = 0.15, 500  # of all examples, and so many at most
-MOST_HELD_OUT_TOKENS = 100_000  # of texts: comparing takes two forward passes, of long texts more time than the fit
+HELD_OUT, MOST_HELD_OUT = 0.15, 500  # share of all examples, and their maximum number
+MOST_HELD_OUT_TOKENS = 100_000  # for texts: comparing takes two forward passes, slower than the fit if they are long
 SIZE = 32  # examples per batch
-LEAST = 8  # batches, if there are examples for them: whole batches are held out from the fit
-# Examples that are read, unless it is said how many. Fits read a part of them (pipeline.enough), but the steps of the
-# recovery all: 700 of an all-MiniLM led to a cosine of .916 on 6,000 sentences and of .925 on 60,000.
+LEAST = 8  # batches, if there are enough examples: whole batches are held out from the fit
+# Examples read by default. Fits use some of them (pipeline.enough), but the recovery steps all: 700 of an all-MiniLM
+# led to a cosine of .916 on 6,000 sentences and of .925 on 60,000.
 TEXTS, IMAGES = 20_000, 640
-FEW, CHARACTERS = 2500, 10_000_000  # long texts: as many as have so many characters, but so many at least
-ANSWERS = 1 << 25  # logits of a batch, at most: those of a model of language are a vocabulary per token
-LONG = 512  # tokens of a text, where neither model nor tokenizer says how many
+FEW, CHARACTERS = 2500, 10_000_000  # long texts: as many as have this many characters in total, but at least FEW
+ANSWERS = 1 << 25  # most logits of a batch: a language model has a vocabulary per token
+LONG = 512  # tokens of a text, if neither model nor tokenizer specifies a length
 EXPECTED = (
     "expected a list of texts or pairs, a file of them (.txt, .csv, .tsv, .jsonl, .parquet), a datasets.Dataset, "
     "images or a folder of them, or batches of model inputs as calibrate takes them"
@@ -235,7 +235,7 @@ def _tokens(texts: Sequence[Any], door: Opened, max_length: int | None) -> Token
     room = text_room(model.config)
     said = [door.max_length, getattr(reader, "model_max_length", None), room]
     longest = max_length or min([each for each in said if each is not None] + [LONG])
-    if door.max_length is not None:  # what is longer, it cuts
+    if door.max_length is not None:  # the model truncates longer texts
         longest = min(longest, door.max_length)
     if room is not None and longest > room:
         raise ConfigError(f"max_length is {longest}; {type(model).__name__} has positions for {room} tokens")
@@ -262,7 +262,7 @@ def _of_batches(data: Any, model: PreTrainedModel) -> Examples:
     try:
         refuse_no_batches(data)
     except ConfigError as error:
-        if isinstance(data, Mapping):  # of which it says what to do
+        if isinstance(data, Mapping):  # the error says what to do
             raise
         raise ConfigError(f"data is {in_words(data)}; {EXPECTED}") from error
     with torch.random.fork_rng(devices=[]):  # a DataLoader draws a seed whenever it is read

@@ -74,7 +74,7 @@ def _found_reader(name: str, main: str) -> tuple[Any, str]:
         return None, f"the model does not say where it was loaded from, so {what} cannot be found beside it; {remedy}"
     try:
         return auto.from_pretrained(name), ""
-    except Exception as error:  # of transformers and the Hub, which raise many kinds where there is none
+    except Exception as error:  # transformers and the Hub raise many kinds if there is none
         reason = " ".join(str(error).split())[:200]
         return None, f"there is no {what.partition(' ')[2]} beside the model in {name!r} ({reason}); {remedy}"
 

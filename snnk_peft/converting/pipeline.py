@@ -27,7 +27,7 @@ from snnk_peft.planning.result import Plan
 from snnk_peft.tuner.get_model import get_snnk_model
 
 HALF = (torch.float16, torch.bfloat16)
-TOKENS, EXAMPLES, BATCHES = 32_000, 400, 10  # that a fit reads, about; of few data all
+TOKENS, EXAMPLES, BATCHES = 32_000, 400, 10  # approximately what a fit reads; all of a small data set
 FEW = 16  # batches; below that all are fitted
 
 
@@ -69,7 +69,7 @@ class Result:
         calibration: report of the fits.
         recovery: report of the recovery steps; None if there were none.
         figures: figures of the answers on the held-out examples, including `distance`.
-        layers: errors of the states behind each layer.
+        layers: errors of the states after each layer.
     """
 
     model: Any
@@ -163,7 +163,7 @@ class Pipeline:
         return Fitted(patched, found, calibration)
 
     def to_fit(self) -> Sequence[Batch]:
-        """Return the batches that do not judge the recovery steps; all if there are few."""
+        """Return the batches that are not used to evaluate the recovery steps; all if there are few."""
         batches = self.examples.fitted
         if not self.recovers or len(batches) < FEW:
             return batches

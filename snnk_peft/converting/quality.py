@@ -17,7 +17,7 @@ from snnk_peft.planning.result import Plan
 
 STARTS = (0.6, 0.8, 0.9, 0.95)  # shares of the cost that are tried until one can be met
 ATTEMPTS = 4
-NEAR = 0.04  # two budgets that are so near to each other are not told apart
+NEAR = 0.04  # budgets closer than this count as equal
 
 
 def smallest(quality: float, run: Callable[[float], Result]) -> Result:

@@ -25,23 +25,23 @@ from snnk_peft.calibrating.batches import examples_in, is_held_out, model_inputs
 from snnk_peft.feature_map import FeatureMap
 from snnk_peft.solvers.reduce import ErrorMeter
 
-HELD_OUT = 0.125  # of the batches, to choose the weights
-JUDGES, JUDGED_TOKENS = 320, 40_000  # examples and tokens that are enough for it
-CHECKS = 4  # times that the weights are compared on them
+HELD_OUT = 0.125  # share of the batches, to choose the weights
+JUDGES, JUDGED_TOKENS = 320, 40_000  # examples and tokens that suffice for this
+CHECKS = 4  # number of times that the weights are compared on them
 WARM_UP, DECAY = 10, 0.01
-USUAL = 0.05  # root of the mean square of a matrix's entries; narrower heads have values of .006 before outputs of .7
-AVERAGE = 0.9  # of the weights, per step
+USUAL = 0.05  # root mean square of a matrix's entries; in narrower heads, values have .006 and outputs .7
+AVERAGE = 0.9  # decay of the weights' average, per step
 # States weigh ten times as much as logits, which would overfit to a few thousand texts: 200 steps of a MiniLM on
 # SST-2 took the divergence on its dev set from .042 to .039; 120 at equal weights to .041, at twice the rate to .048.
 RATE, STATES = 1e-4, 10.0
-VECTOR_RATE, VECTOR_STATES = 4e-4, 1.0  # all-MiniLM is nearer after 400 steps than by 1e-3 or by answers alone
+VECTOR_RATE, VECTOR_STATES = 4e-4, 1.0  # all-MiniLM is closer after 400 steps than at 1e-3 or with answers alone
 # The rates are for conversions at this distance. The noise of the steps adds a distance that grows with the square of
 # the rate, so closer ones take smaller steps: 60 of a MiniLM at .0066 led to .0059 at a third of the rate, and to .0072
 # at the full rate.
 AWAY = 0.05
 SIMILARITIES = 1.0
-LEAST = 0.5  # of a text's tokens that stay where it is cut
-SECONDS, STEPS, LONGEST = 20.0, 60, 120.0  # by default: so many seconds, or steps if these take longer, but no longer
+LEAST = 0.5  # share of a text's tokens that remain after cropping
+SECONDS, STEPS, LONGEST = 20.0, 60, 120.0  # defaults: at least so many seconds and steps, but no longer than the last
 KEPT = 1 << 29  # bytes of the original's answers and states; beyond that they are computed again
 
 
@@ -76,7 +76,7 @@ class Wanted:
         self.room = KEPT
 
     def of(self, number: int, inputs: Mapping[str, Any], states: bool = True) -> tuple[Rows, list[Tensor]]:
-        """Return the answers and, unless only these are asked for, the states behind each layer for one batch."""
+        """Return the answers and, unless only these are asked for, the states after each layer for one batch."""
         if number in self.kept:
             return self.kept[number]
         found = self.computed(inputs, states)
@@ -96,7 +96,7 @@ class Wanted:
 def cut(inputs: Mapping[str, Any], generator: torch.Generator) -> dict[str, Tensor] | None:
     """Crop each text to its first and last token and a random span of those between, at least half of them.
 
-    Return None for other inputs than texts, for pairs, packed texts and left padding.
+    Return None for inputs other than texts, for pairs, packed texts and left padding.
 
     Args:
         inputs: `input_ids`, `attention_mask` and, all 0, `token_type_ids`, each (n, tokens); nothing else.
@@ -236,8 +236,9 @@ def _assigned(target: Sequence[Tensor], source: Sequence[Tensor]) -> list[Tensor
 
 
 def share_of_rate(weight: Tensor) -> float:
-    """Return 1, or less for a matrix with small entries, whose steps the layers behind amplify. A bias takes its
-    matrix's share.
+    """Return 1, or less for a matrix with small entries, whose steps later layers amplify.
+
+    A bias takes the share of its matrix.
     """
     if weight.ndim < 2:
         return 1.0
@@ -245,7 +246,7 @@ def share_of_rate(weight: Tensor) -> float:
 
 
 def trained_weights(model: nn.Module) -> list[Tensor]:
-    """Return all floating-point weights but embeddings, including rows of feature maps taken from a layer."""
+    """Return all floating-point weights except embeddings, with rows of feature maps taken from a layer."""
     tables = {id(each) for part in model.modules() if isinstance(part, nn.Embedding) for each in part.parameters()}
     rows = [
         buffer
@@ -267,7 +268,7 @@ def loss_of(
         model: the model being trained.
         inputs: inputs of one batch.
         answers: the original's.
-        states: the original's states behind each layer; empty to omit this term.
+        states: the original's states after each layer; empty to omit this term.
         reader: reader of the answers.
     """
     outputs = model(**inputs, output_hidden_states=bool(states))

@@ -16,12 +16,12 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.planning.result import Plan
 from snnk_peft.saved_folder import whole_file
 
-ENOUGH = 0.98  # of the answers: nothing needs a remedy
+ENOUGH = 0.98  # share of the answers from which nothing needs a remedy
 LEAST_COSINE = 0.99
-RECALLED = 0.95  # of what the original recalls
-HARM = 0.05  # error of the last states, of their variance, from which it is worth looking where it arises
+RECALLED = 0.95  # share of what the original recalls
+HARM = 0.05  # error of the last states, relative to their variance, above which its origin is reported
 FILE, PICTURE = "conversion.json", "conversion.png"
-SHOWN = {  # figure -> how it is called
+SHOWN = {  # figure -> its name
     "agreement": "same answer",
     "divergence": "KL",
     "perplexity": "perplexity",
@@ -45,7 +45,7 @@ class ConversionReport:
             `recall`: the share of a passage's tokens that are predicted correctly when it is repeated after other text.
         examples: numbers of fitted and held-out examples.
         timed: shape of the batch that was timed.
-        layers: behind each layer, `error` and `psnr` of the states on the held-out examples.
+        layers: after each layer, `error` and `psnr` of the states on the held-out examples.
         seconds: seconds of each stage.
         recovery: `steps` towards the original's answers, and the distance `before` and `after` on examples that were
             not trained on.
@@ -190,7 +190,7 @@ def main_figure(row: Mapping[str, float]) -> str:
 
 
 def draw(report: ConversionReport) -> bytes:
-    """Plot, as a PNG, the share of answers kept over the time of a pass, and the error of the states behind each layer.
+    """Plot, as a PNG, the share of answers kept over the time of a pass, and the error of the states after each layer.
 
     Raises:
         ConfigError: matplotlib is not installed.

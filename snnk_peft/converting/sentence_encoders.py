@@ -1,6 +1,6 @@
 """Conversion of a SentenceTransformer: its encoder is converted, everything else stays.
 
-sentence-transformers is imported only if such a model is given. The modules behind the encoder (pooling, layers,
+sentence-transformers is imported only if such a model is given. The modules after the encoder (pooling, layers,
 normalisation) run unchanged on the states of both models, so the results of `encode` are compared.
 """
 
@@ -24,7 +24,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.model_card import write_model_card
 
 MODULES = "modules.json"  # in the folder of every SentenceTransformer
-HOME = "sentence-transformers/"  # on the Hub, of names without an owner
+HOME = "sentence-transformers/"  # owner on the Hub of names without one
 
 
 def is_sentence_encoder(given: Any) -> bool:
@@ -118,13 +118,13 @@ class SentenceEncoder:
     def closed(self, model: nn.Module) -> Any:
         """Return a copy of the SentenceTransformer with another encoder."""
         made = copy.deepcopy(self.given, {id(self.model): model}).eval()
-        made._model_card_text = _card(model)  # what `save_pretrained` writes, in the place of the original's
+        made._model_card_text = _card(model)  # written by `save_pretrained` instead of the original's
         return made
 
 
 def _card(model: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
-        for name in (MODULES, FILE_NAME):  # which will lie beside it
+        for name in (MODULES, FILE_NAME):  # which will be next to it
             (Path(folder) / name).touch()
         card = write_model_card(folder, report=model.bundle_report, title="Sentence encoder, converted without labels")
         return card.read_text(encoding="utf-8")

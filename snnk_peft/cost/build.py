@@ -1,4 +1,4 @@
-"""Models from configs, on the meta device: the pretrained one and its SNNK, bundled and LoRA forms."""
+"""Build models from configs, on the meta device: the pretrained one and its SNNK, bundled and LoRA forms."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def read_model_config(model: str | Path | PretrainedConfig) -> PretrainedConfig:
     """Read the config of a model.
 
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: it is missing or damaged.
         UnsupportedError: the config is that of an adapter, a bundle, or a quantized model.
     """
     if isinstance(model, PretrainedConfig):
@@ -94,7 +94,7 @@ def prepare(config: Any, num_labels: int | None = None, image_size: int | None =
     """Set the fields of a config that determine shapes, and disable the cache.
 
     Raises:
-        ConfigError: the model takes no images.
+        ConfigError: the model does not accept images.
     """
     if num_labels is not None:
         config.num_labels = num_labels
@@ -106,7 +106,7 @@ def prepare(config: Any, num_labels: int | None = None, image_size: int | None =
     for part in (config, getattr(config, "text_config", config)):
         if getattr(part, "use_cache", False):
             part.use_cache = False
-    if getattr(config, "pad_token_id", None) is None:  # classifiers of texts refuse batches without one
+    if getattr(config, "pad_token_id", None) is None:  # text classifiers reject batches without one
         config.pad_token_id = 0
 
 
@@ -128,7 +128,7 @@ def model_class(config: PretrainedConfig, task: str | None) -> Any:
 
 @contextmanager
 def _on_meta() -> Iterator[None]:
-    """Create tensors on the meta device, and silence warnings of libraries about unusual configs."""
+    """Create tensors on the meta device, and silence library warnings about unusual configs."""
     level = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:
@@ -152,7 +152,7 @@ def without_numbers(what: str) -> Iterator[None]:
 
 
 class Builder:
-    """Builder of models from one config, a new one per call.
+    """Builder of models from one config; each call builds a new one.
 
     Raises:
         ConfigError: no model can be built from the config.
@@ -173,10 +173,10 @@ class Builder:
 
     def patched(self, config: SNNKConfig) -> Any:
         config = copy.deepcopy(config)
-        config.save_projection = True  # else every matrix would be drawn for its checksum
+        config.save_projection = True  # or every matrix would be drawn for its checksum
         base = self.pretrained()
         with without_numbers("patching the model"), _on_meta():
-            return get_snnk_model(base, config).to("meta")  # small tensors that some components draw on the CPU
+            return get_snnk_model(base, config).to("meta")  # some components draw small tensors on the CPU
 
     def bundled(self, patched: Any) -> Any:
         """Bundle a patched model without comparing outputs."""
@@ -189,10 +189,10 @@ class Builder:
     def lora(self, config: SNNKConfig, size: int) -> tuple[Any, int]:
         """Return LoRA on queries and values with about `size` parameters and the same task head trained, and its rank.
 
-        If a family has no separate projections for them, PEFT's default for the architecture is used.
+        If the family has no separate projections for them, PEFT's default for the architecture is used.
 
         Raises:
-            ConfigError: PEFT has no default for it.
+            ConfigError: PEFT has no default for the architecture.
         """
         per_rank = slot_parameters(self._lora(config, 1))
         rank = max(1, round(size / per_rank))
@@ -218,7 +218,7 @@ class Builder:
 
 
 def slot_parameters(model: Any) -> int:
-    """Count the trained parameters of a patched model outside the modules that are trained in full."""
+    """Count the trained parameters of a patched model outside the modules trained in full."""
     return sum(
         parameter.numel()
         for name, parameter in model.named_parameters()
@@ -229,17 +229,17 @@ def slot_parameters(model: Any) -> int:
 def inputs_for(
     model: PreTrainedModel, batch_size: int, length: int | None, dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Create inputs of these shapes on the meta device: a batch without padding.
+    """Create a batch of inputs of these shapes, without padding, on the meta device.
 
     Args:
-        model: of texts, images or mel spectrograms.
+        model: model of texts, images or mel spectrograms.
         batch_size: number of examples.
         length: tokens per text; None for the model's number of positions, at most 512.
         dtype: dtype of images and spectrograms.
 
     Raises:
         ConfigError: more tokens than positions.
-        UnsupportedError: the model takes other inputs.
+        UnsupportedError: the model has other inputs.
     """
     config: Any = model.config
     if model.main_input_name == "pixel_values":
@@ -264,8 +264,10 @@ def inputs_for(
 
 
 def labels_for(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Create labels for the model's task; none if its loss needs other labels than classes (outputs are then
-    summed)."""
+    """Create labels for the model's task.
+
+    There are none if its loss needs labels other than classes; outputs are then summed.
+    """
     first = next(iter(inputs.values()))
     name = type(model).__name__
     if name.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForTokenClassification")):

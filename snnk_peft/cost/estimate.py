@@ -1,4 +1,4 @@
-"""estimate_cost: one call from a config to the figures of all methods."""
+"""estimate_cost: the figures of all methods from a config, in one call."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class CostRow:
     Args:
         method: "full", "lora", "snnk" or "bundle".
         detail: the rank of LoRA; None for other methods.
-        parameters: parameters, trained or not, each tensor once; including those replaced or copied during training.
-        buffers: entries of buffers, including the feature matrices.
+        parameters: parameters, trained or not, each tensor once, including those replaced or copied during training.
+        buffers: buffer entries, including the feature matrices.
         trained: trained parameters.
         macs: multiply-accumulate operations of one forward pass of the batch in matrix products, convolutions and
             attention, masked pairs included; without elementwise functions, norms and sums.
@@ -45,16 +45,15 @@ class CostRow:
         saved_bytes: memory in use between forward and backward, apart from the weights: inputs, outputs and tensors
             saved for the backward pass.
         gradient_bytes: gradients of the trained parameters.
-        optimizer_bytes: AdamW's two moments of each trained
-            parameter.
+        optimizer_bytes: AdamW's two moments of each trained parameter.
         training_bytes: peak memory of a training step, including all of these as far as they are alive at the same
-            time. Not included: workspaces of kernels, the context of a GPU, memory that an allocator keeps unused.
+            time. Not included: kernel workspaces, the GPU context, memory that an allocator keeps unused.
         ddp_bytes: sent by each process per step by DDP to all-reduce the gradients in a ring, 2 (n−1)/n · gradients
             (Patarasuk & Yuan 2009).
         ddp_buffer_bytes: broadcast by DDP per step in addition, (n−1)/n · buffers as a mean over processes; none with
             broadcast_buffers=False.
-        fsdp_bytes: sent by each process per step by FSDP's full shard, without accumulation: all parameters, frozen
-            ones too, are gathered forward and backward, gradients are scattered: (n−1)/n · (2 · parameters +
+        fsdp_bytes: sent by each process per step by FSDP's full shard, without accumulation: all parameters, including
+            frozen ones, are gathered forward and backward, and gradients are scattered: (n−1)/n · (2 · parameters +
             gradients) (Rajbhandari et al. 2020, ZeRO, 7.2).
     """
 
@@ -91,7 +90,7 @@ class CostReport:
         device: type of the device whose kernels are simulated.
         processes: n, for the traffic.
         rows: one per method.
-        remarks: methods that are left out, and why.
+        remarks: methods that were left out, and why.
     """
 
     model: str
@@ -113,7 +112,7 @@ class CostReport:
         raise KeyError(method)
 
     def cells(self) -> list[tuple[str, ...]]:
-        """Return the table as text: a line of titles, and a line per method."""
+        """Return the table as text: a header line, and a line per method."""
         titles = (
             *("method", "parameters", "trained", "MACs", "MACs of a step", "inference", "training"),
             *("DDP sends", "FSDP sends"),
@@ -178,12 +177,12 @@ def estimate_cost(
         length: tokens per text, without padding; None for 512, or the model's positions if they are fewer.
         image_size: pixels on each side; None for the config's.
         dtype: dtype of the loaded model, "float32", "bfloat16" or "float16" (no mixed precision).
-        processes: number n of processes that share the traffic.
-        device: "cuda" or "cpu", whose kernels determine what attention and dropout save for the backward pass.
+        processes: number n of processes, for the traffic.
+        device: "cuda" or "cpu"; its kernels determine what attention and dropout save for the backward pass.
 
     Raises:
         ConfigError: wrong arguments, config or parts; lists all known faults.
-        UnsupportedError: a quantized model, or one that cannot take the parts.
+        UnsupportedError: a quantized model, or one that does not support the parts.
 
     Example:
         >>> from transformers import BertConfig

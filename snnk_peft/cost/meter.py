@@ -1,8 +1,8 @@
 """Count the MACs and the memory of one forward pass or training step on the meta device.
 
-Every operation that torch calls is intercepted, in the forward pass, the backward pass and the optimizer: its MACs are
+Every operation that torch calls in the forward pass, the backward pass and the optimizer is intercepted. Its MACs are
 counted by the formulas of torch's FlopCounterMode (which cannot run every model without gradients: its hooks expect a
-graph if a parameter is an input), and its results' memory from creation to the last reference.
+graph if a parameter is an input), and the memory of its results from creation to the last reference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _shapes(query: torch.Tensor, *others: torch.Tensor) -> list[Any]:
-    """Return the shapes of query, key and value as if every query head had its own keys."""
+    """Return the shapes of query, key and value as if each query head had its own keys."""
     return [query.shape, *((*query.shape[:2], *other.shape[2:]) for other in others)]
 
 
@@ -38,7 +38,7 @@ def _fused_backward_flops(
     return int(sdpa_backward_flop_count(gradient.shape, *_shapes(query, key, value)))
 
 
-# torch has no formula for the CPU's fused kernel; as in those for a GPU, masked pairs are counted.
+# torch has no formula for the CPU's fused kernel. As in the GPU formulas, masked pairs are counted.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _fused: _fused_flops,
@@ -67,7 +67,7 @@ class KernelsOf(TorchFunctionMode):
             return self._attention(*args, **kwargs)
         if func is nn.functional.dropout and self.gpu:
             return self._dropout(*args, **kwargs)
-        # transformers checks whether a batch has neither masked tokens nor packed rows (yes), or has padding (no).
+        # transformers asks if a batch has no masked tokens or packed rows (yes), and if it has padding (no).
         if func is torch.Tensor.__bool__ and args[0].is_meta:
             return True
         if func is torch.Tensor.__contains__ and args[0].is_meta:
@@ -100,12 +100,12 @@ class KernelsOf(TorchFunctionMode):
 
 
 class Meter(TorchDispatchMode):
-    """Counter of the MACs of all operations, and of the bytes of live storages, each once.
+    """Counter of the MACs of all operations, and of the bytes of live storages, each counted once.
 
     Attributes:
         flops: twice the MACs so far.
         now: bytes currently in use.
-        peak: maximum since it was last set.
+        peak: maximum of `now` since it was last set.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Meter(TorchDispatchMode):
         self._alive: set[int] = set()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count the storages of tensors while they are alive."""
+        """Count the storages of the tensors while they are alive."""
         for tensor in tensors:
             storage = tensor.untyped_storage()
             key, size = storage._cdata, storage.nbytes()
@@ -139,14 +139,14 @@ class Meter(TorchDispatchMode):
 @contextmanager
 def metered(device: str) -> Iterator[Meter]:
     """Measure what runs on the meta device in a context, with the kernels of `device`."""
-    # A boolean index selects everything: in a batch without padding every token and label counts.
+    # A boolean index selects everything: in a batch without padding, every token and label counts.
     whole = symbolic.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
     with whole, KernelsOf(device), Meter() as meter:
         yield meter
 
 
 def held(model: nn.Module) -> list[torch.Tensor]:
-    """Return parameters and buffers, each once."""
+    """Return parameters and buffers, each counted once."""
     return [*model.parameters(), *model.buffers()]
 
 
@@ -190,7 +190,7 @@ def measure_inference(model: nn.Module, inputs: Mapping[str, torch.Tensor], devi
 
 
 def measure_training(model: nn.Module, inputs: Mapping[str, torch.Tensor], device: str) -> Training:
-    """Make one step on the meta device, training every parameter with `requires_grad`.
+    """Run one step on the meta device, training every parameter with `requires_grad`.
 
     Args:
         model: set to train mode.

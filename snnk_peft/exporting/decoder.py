@@ -1,11 +1,11 @@
-"""A converted decoder as a program of one token, whose state are inputs and outputs.
+"""A converted decoder as a program for one token, whose state is passed in and out.
 
     logits (B, 1, V), present.* = program(input_ids (B, 1), attention_mask (B, 1), past.*)
 
 `past.*` is what a RecurrentCache holds of each layer: means and weights of far keys, the window, the sinks, the number
-of tokens so far, and all keys and values of heads that keep softmax, whose token axis begins at 0. Zeros are the state
-before the first token. Every row has a text of its own: where `attention_mask` is 0, a row's token does not count. The
-logits belong to the token after the one that was read. Tested against passes over whole texts in
+of tokens so far, and all keys and values of heads that keep softmax, whose token axis starts at length 0. Zeros are the
+state before the first token. Every row has a text of its own: where `attention_mask` is 0, a row's token does not
+count. The logits are for the token after the one that was read. Tested against passes over whole texts in
 tests/package/test_export_decoder.py.
 """
 
@@ -25,7 +25,7 @@ from snnk_peft.functional.log_linear import ABSENT
 from snnk_peft.parts.attention.cache import RecurrentCache
 
 PAST, PRESENT = "past.", "present."
-TOKENS = 4  # of the sample that is traced
+TOKENS = 4  # of the traced sample
 GROWING = ("keys", "values", "counts")  # fields of a FullState whose token axis grows
 
 
@@ -33,8 +33,8 @@ class Entry(NamedTuple):
     """One tensor of the state.
 
     Attributes:
-        name: the path to it, as "0.band.keys".
-        axis: that grows with the tokens, or None.
+        name: its path, such as "0.band.keys".
+        axis: the axis that grows with the tokens, or None.
     """
 
     name: str
@@ -42,16 +42,16 @@ class Entry(NamedTuple):
 
 
 class Step(nn.Module):
-    """`forward(input_ids, attention_mask, *past)` of a model in eval mode, see above.
+    """`forward(input_ids, attention_mask, *past)` of a model in eval mode; see the module's docstring.
 
     Args:
         model: a bundle with linear attention in all layers.
 
     Attributes:
-        entries: of the state, in the order of `past`.
+        entries: entries of the state, in the order of `past`.
 
     Raises:
-        UnsupportedError: a model that does not generate; a layer whose state grows, or is not constant in another way.
+        UnsupportedError: a model that does not generate; a layer whose state grows, or is not constant otherwise.
     """
 
     def __init__(self, model: Any):
@@ -76,36 +76,36 @@ class Step(nn.Module):
         self.entries = [entry for number, state in enumerate(self.states) for entry in _entries(state, f"{number}")]
 
     def _cache(self) -> Any:
-        # A bundle's own code file has a class of that name.
+        # A bundle's own code file has a class of the same name.
         kernels = [getattr(module, "snnk_kernel", None) for module in self.model.modules()]
         code = sys.modules[type(next((kernel for kernel in kernels if kernel is not None), self)).__module__]
         return getattr(code, RecurrentCache.__name__, RecurrentCache)(self.model)
 
     def first(self) -> Inputs:
-        """A token of each of two rows."""
+        """Return a token for each of two rows."""
         ids = torch.ones(2, 1, dtype=torch.long, device=self.model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
     def sample(self) -> tuple[Tensor, ...]:
-        """Arguments of `forward` behind some tokens."""
+        """Return arguments of `forward` after some tokens."""
         return *self.first().values(), *(tensor for state in self.states for tensor in _tensors(state))
 
     def again(self, **first: Tensor) -> None:
-        """Take the same step, to be timed."""
+        """Repeat the same step, for timing."""
         self(*first.values(), *self.sample()[2:])
 
     def free(self) -> dict[str, list[int]]:
-        """The axes of the program's inputs that may have any size."""
+        """Return the axes of the program's inputs that may have any size."""
         found = {PAST + entry.name: [0] if entry.axis is None else [0, entry.axis] for entry in self.entries}
         return {"input_ids": [0], "attention_mask": [0], **found}
 
     def maps(self) -> set[tuple[int, ...]]:
-        """Shapes of the matrices of feature maps."""
+        """Return the shapes of the matrices of feature maps."""
         joints = [_joint(state) for state in self.states]
         return {(joint.band.keys.shape[-1], each.values.shape[-2]) for joint in joints for each in joint.sums}
 
     def start(self, batch: int) -> list[Tensor]:
-        """The state before the first token."""
+        """Return the state before the first token."""
         found = []
         for entry, tensor in zip(self.entries, self.sample()[2:], strict=True):
             shape = [batch, *tensor.shape[1:]]
@@ -115,7 +115,7 @@ class Step(nn.Module):
         return found
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, *past: Tensor) -> tuple[Tensor, ...]:
-        """Logits, and the state behind the token."""
+        """Return the logits, and the state after the token."""
         cache, given = self._cache(), iter(past)
         states = [_rebuilt(template, given) for template in self.states]
         for layer, state in zip(cache.layers, states, strict=True):
@@ -127,7 +127,7 @@ class Step(nn.Module):
         return out.logits, *(tensor for layer in cache.layers for tensor in _tensors(layer.state))
 
     def traced(self, opset: int | None) -> Any:
-        """The graph, for any number of rows and of earlier tokens."""
+        """Return the graph, for any number of rows and of earlier tokens."""
         auto = torch.export.Dim.AUTO
         axes: list[dict[int, Any]] = [{0: auto} | ({} if e.axis is None else {e.axis: auto}) for e in self.entries]
         names = [entry.name for entry in self.entries]
@@ -146,11 +146,11 @@ class Step(nn.Module):
 
 
 class Session:
-    """The program of a file, from its first token on.
+    """The program in a file, run from the first token on.
 
     Args:
-        file: that `traced` was written to.
-        steps: which was traced.
+        file: the file that `traced` was written to.
+        steps: the traced module.
     """
 
     def __init__(self, file: Path, steps: Step):
@@ -162,7 +162,7 @@ class Session:
         self.last: dict[str, Any] = {}
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor, **others: Any) -> dict[str, Tensor]:
-        """Logits (B, L, V) of L tokens, one after the other."""
+        """Return the logits (B, L, V) of L tokens, one after the other."""
         past, found = [tensor.numpy() for tensor in self.steps.start(len(input_ids))], []
         for place in range(input_ids.shape[1]):
             now = slice(place, place + 1)
@@ -174,12 +174,12 @@ class Session:
         return {"logits": torch.cat(found, 1)}
 
     def again(self, **first: Tensor) -> None:
-        """Take the last step once more, to be timed."""
+        """Repeat the last step, for timing."""
         self.session.run(None, self.last)
 
 
 def texts(model: Any, steps: Step) -> list[Inputs]:
-    """Random ones that are longer than every window, of one row and of three."""
+    """Return random texts that are longer than every window, of one row and of three."""
     generator, vocabulary = torch.Generator().manual_seed(0), model.config.get_text_config().vocab_size
     reach = max(_joint(state).band.keys.shape[2] + _joint(state).sinks.keys.shape[2] for state in steps.states)
     shapes = [(rows, 2 * reach + 8) for rows in (1, 3)]
@@ -188,12 +188,12 @@ def texts(model: Any, steps: Step) -> list[Inputs]:
 
 
 def _joint(state: Any) -> Any:
-    """The state of the heads that are not full."""
+    """Return the state of the heads that are not full."""
     return getattr(state, "rest", state)
 
 
 def _begun(state: Any) -> Any:
-    """Without a token so far, far keys weigh nothing, whatever the zeros say."""
+    """Return the state with zero weight for far keys before the first token, whatever the zeros mean."""
     joint = _joint(state)
     none = (joint.place == 0)[:, None, None]
     sums = tuple(each._replace(log_weight=each.log_weight.masked_fill(none, ABSENT)) for each in joint.sums)
@@ -221,7 +221,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 
 def _rebuilt(template: Any, given: Iterator[Tensor]) -> Any:
-    """A state of the template's form from its tensors in their order."""
+    """Rebuild a state of the template's form from its tensors, in order."""
     if isinstance(template, Tensor):
         return next(given)
     if isinstance(template, tuple):

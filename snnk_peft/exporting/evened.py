@@ -1,4 +1,4 @@
-"""Inputs of int8 Linears with balanced channels: each is divided by a scale that the weights are multiplied by.
+"""Inputs of int8 Linears with balanced channels: each is divided by a scale, by which the weights are multiplied.
 
     x W = (x / s) (diag(s) W)
 
@@ -9,7 +9,7 @@ the (α, β) with the smallest error of rounding both, over real inputs, is chos
 
     Δ²/12 Σ_j s_j² |W_j|² + Σ_o Δ_o²/12 Σ_j E x_j² / s_j²,    Δ and Δ_o the steps of the input and of output o's weights
 
-x / s is a separate operation, as cheap as a bias: the sum behind a LayerNorm reads x, too.
+x / s is a separate operation, as cheap as a bias: the sum after a LayerNorm reads x, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from snnk_peft.exporting.program import Inputs, OnnxFormat
 
 STEPS, STEPS_OF_WEIGHTS = 255, 63  # of eight bits, and of seven on either side of zero
 EXPONENTS = tuple((a, b) for a in (0.25, 0.5, 0.75, 1.0) for b in sorted({0.0, 1.0 - a}))
-LEAST = 1e-3  # of a channel's range, relative to the largest
+LEAST = 1e-3  # smallest range of a channel, relative to the largest
 Vector = npt.NDArray[np.float64]
 
 
@@ -44,7 +44,7 @@ def even(program: Any, linears: Iterable[str], batches: Sequence[Inputs], file: 
         program: an onnx_ir graph.
         linears: names of the matrix products whose weights will be int8.
         batches: real model inputs, on which channels are measured.
-        file: the written graph; a temporary one is written beside it.
+        file: the written graph; a temporary one is written next to it.
     """
     wanted = set(linears)
     readers: dict[Any, list[Any]] = {}

@@ -67,12 +67,12 @@ def export(
 
     Args:
         model: a bundle, or a patched model, which is bundled first (adapters are folded into it). A transformers model
-            without anything of this package is exported as it is. It is not changed.
+            without anything from this package is exported as it is. It is not changed.
         format: "onnx": a graph for ONNX Runtime (`pip install snnk-peft[onnx]`). Its inputs and outputs have the
             model's names; unused inputs are left out. "torch": an exported program,
             `torch.export.load(path).module()(**inputs)["logits"]`, for the type of device that the model is on.
         path: the file, `model.onnx` or `model.pt2`. Weights are inside; an ONNX graph of more than 1.5 GiB keeps them
-            beside it, in `model.onnx.data`.
+            next to it, in `model.onnx.data`.
         sample: model inputs (tensors by name) whose names the program will have; labels are left out. None: the first
             batch, else random token ids with padding, or random images.
         batches: real inputs, labels optional; the program must agree on each of them, too.
@@ -263,7 +263,7 @@ def _traced(trace: Callable[[], Any], model: PreTrainedModel, sample: Inputs) ->
         return trace()
     except ImportError:
         raise
-    except Exception as error:  # of torch, onnxscript or the model's code: whatever stands in the way of a graph
+    except Exception as error:  # torch, onnxscript or the model's code: whatever prevents a graph
         raise UnsupportedError(
             f"{type(model).__name__} in {model.dtype} could not be exported with inputs {', '.join(sample)}: "
             f"{type(error).__name__}: {error}"
@@ -285,7 +285,7 @@ def _parity(model: PreTrainedModel, run: Any, batches: Iterable[Inputs], limit: 
 
     Raises:
         ValueError: an error exceeds the limit.
-        UnsupportedError: the program does not take a shape.
+        UnsupportedError: the program does not accept a shape.
     """
     worst: dict[str, ShapeParity] = {}
     for batch in batches:
@@ -306,7 +306,7 @@ def _parity(model: PreTrainedModel, run: Any, batches: Iterable[Inputs], limit: 
 def _answer(run: Any, return_dict: bool, **inputs: torch.Tensor) -> Any:
     try:
         return run(**inputs)
-    except Exception as error:  # of torch or ONNX Runtime: a graph that fits some shapes alone
+    except Exception as error:  # torch or ONNX Runtime: the graph fits only some shapes
         raise UnsupportedError(
             f"the exported program fails for inputs {_shapes(inputs)}: {type(error).__name__}: {error}. Nothing was "
             "written"
@@ -324,5 +324,5 @@ def _moved(files: list[Path], target: Path) -> dict[str, int]:
         written[str(name)] = file.stat().st_size
         os.replace(file, name)
     if len(files) == 1:
-        _beside(target).unlink(missing_ok=True)  # weights of the graph that was replaced
+        _beside(target).unlink(missing_ok=True)  # weights of the replaced graph
     return {name: written[name] for name in reversed(written)}

@@ -21,7 +21,7 @@ from snnk_peft.layers.attention_term import AttentionTerm
 @contextlib.contextmanager
 def formed_maps(model: nn.Module, sample: Inputs) -> Iterator[None]:
     """Precompute, in a context, the feature maps of attention terms that do not adapt to the tokens, as buffers."""
-    # By name: a bundle's own code file has a class of that name.
+    # By name: a bundle's own code file has a class of the same name.
     terms = [module for module in model.modules() if type(module).__name__ == AttentionTerm.__name__]
     found: dict[nn.Module, list[Any]] = {term: [] for term in terms}
     try:

@@ -36,7 +36,7 @@ def quantized(
     Args:
         program: in floating point; its Linears are balanced in place.
         sample: model inputs.
-        batches: real inputs by which channels are balanced; empty for no balancing.
+        batches: real inputs on which channels are balanced; empty for no balancing.
         file: the written program.
         maps: shapes of the matrices of feature maps, where nodes do not say that they are part of linear attention.
 
@@ -84,7 +84,7 @@ def compared(model: Any, run: Run, other: Run, batches: Iterable[Inputs]) -> tup
         name = "logits" if "logits" in expected else next(iter(expected))
         a, b = expected[name].double(), given[name].double()
         mask = batch.get("attention_mask")
-        if mask is not None and a.dim() == 3 and mask.shape == a.shape[:2]:  # padding answers nothing
+        if mask is not None and a.dim() == 3 and mask.shape == a.shape[:2]:  # padding has no answers
             a, b = a[mask.bool()], b[mask.bool()]
         if not bool(b.isfinite().all()):
             raise NumericalError(

@@ -28,15 +28,15 @@ class ModelFamily(NamedOptions):
 
     Args:
         name: the `model_type` of the transformers config.
-        layers: path of the list of Transformer layers; "*" in it stands for every index of a list of lists. A layer
-            that the model runs several times (ALBERT) is one entry: a slot in it acts in every run.
-        attention: in a layer, the module that holds query, key and value projections.
+        layers: path of the list of Transformer layers; "*" stands for every index of a list of lists. A layer that
+            the model runs several times (ALBERT) is one entry: a slot in it acts in every run.
+        attention: in a layer, the module that holds the query, key and value projections.
         query: in a layer, the query projection, a separate nn.Linear, or None.
-        value: likewise for the values.
-        key: likewise for the keys, if attention multiplies the outputs of query and key directly; None if something is
-            in between (rotary positions, a norm), or the scale is computed from the head size at every call.
+        value: the same for values.
+        key: the same for keys, if attention multiplies the outputs of query and key directly; None if something comes
+            in between (rotary positions, a norm), or if the scale is computed from the head size at every call.
         attention_out: in a layer, the Linear that reads the concatenated outputs of the heads.
-        attention_adapter: in a layer, the module after which a sequential adapter of the attention block is placed: the
+        attention_adapter: in a layer, the module after which a sequential adapter of the attention block is placed, the
             last one before the residual sum.
         ffn_in: in a layer, the expansion, an nn.Linear or transformers' Conv1D.
         activation: in a layer, the activation module after it, or None if the model calls a function there: then the
@@ -44,16 +44,16 @@ class ModelFamily(NamedOptions):
         ffn_out: in a layer, the contraction, an nn.Linear or Conv1D.
         ffn_adapter: in a layer, the module after which a sequential adapter of the FFN is placed.
         ffn_norm: in a layer, the LayerNorm whose output the expansion reads; its bias and weight are the mean and
-            standard deviation of the FFN's inputs. None if it is not used: the FFN is gated, or `activation` is None.
+            standard deviation of the FFN's inputs. None if unused, because the FFN is gated or `activation` is None.
         last_norm: in the last layer, the LayerNorm whose output the pooler reads, or None if unknown. A path that
-            starts with "{base}." is the encoder's own; if it is replaced or absent, inputs are taken to be standard
+            starts with "{base}." is the encoder's own; if it is replaced or absent, inputs are assumed to be standard
             normal.
         pooler: path of the pooler's dense layer, or None if the architecture has none.
         pooler_activation: path of the activation module after it, or None if the model calls a function there: then
             the function stays, and only the dense layer is replaced.
-        pooled_heads: paths of the Linears that read one vector of an image without a pooler in between; a model without
-            a pooler gets a new one in front of each of those that it has.
-        classifier: path of the task head that is trained along with adapters.
+        pooled_heads: paths of the Linears that read one vector per image without a pooler in between; a model without
+            a pooler gets a new one in front of each of these it has.
+        classifier: path of the task head, which is trained along with adapters.
         classifier_of_pooler: path of the Linear that reads the pooler's output, for bundling, or None.
         head_output: path of the task head's last Linear if the pooler's dense layer is inside `classifier`; with a
             pooler part, this Linear is trained in full.
@@ -62,12 +62,12 @@ class ModelFamily(NamedOptions):
             no expansion and activation that could be replaced or get a parallel branch, and `ffn_in` computes a.
         ffn_up: in a layer with a gated FFN, the Linear that computes b; None if `ffn_in` computes a and b, in this
             order.
-        encoder: attribute of the task models that holds the encoder, if it is not their `base_model_prefix`.
-        sizes: field of the config that holds the sizes of the layers, if it is not the config itself.
-        excludes: name of a module outside this description (CLIP's text model beside the image encoder, a decoder after
-            the encoder); a model that has one is refused.
+        encoder: attribute of the task models that holds the encoder, if not their `base_model_prefix`.
+        sizes: field of the config that holds the sizes of the layers, if not the config itself.
+        excludes: name of a module outside this description (CLIP's text model next to the image encoder, a decoder
+            after the encoder); a model that has one is rejected.
         expects: fields of the config, with the values for which the description holds.
-        rotary: whether queries and keys have rotary positions, which pair the first half of a head's rotated dimensions
+        rotary: whether queries and keys have rotary positions that pair the first half of a head's rotated dimensions
             with the second, as in Llama.
         attention_backend: True if attention is called through transformers' AttentionInterface although the model class
             does not declare it.
@@ -117,7 +117,7 @@ class ModelFamily(NamedOptions):
             raise ConfigError(f"ModelFamily: {fault}" for fault in faults)
 
     def path(self, model: nn.Module, template: str) -> str:
-        """Return `template` with "{base}." replaced by this model's encoder attribute, or by nothing."""
+        """Return `template` with "{base}." replaced by this model's encoder attribute, or removed."""
         prefix = str(self.encoder or getattr(model, "base_model_prefix", ""))
         inside = bool(prefix) and hasattr(model, prefix)
         return template.replace("{base}.", f"{prefix}." if inside else "")
@@ -140,7 +140,7 @@ class ModelFamily(NamedOptions):
         return paths
 
     def config_of(self, model: nn.Module) -> Any:
-        """Return the config, or the part of it, that holds the sizes of the layers."""
+        """Return the config, or the part of it that holds the sizes of the layers."""
         return model.config if self.sizes is None else getattr(model.config, self.sizes)
 
     def _check(self, model: nn.Module) -> None:
@@ -180,17 +180,17 @@ WITHOUT_FAMILY = (
     'Without a family, low rank goes onto any Linear or convolution: LowRankPart(targets="*", rank_scale=0.5)'
 )
 FAMILIES: Registry[ModelFamily] = Registry("model family", "snnk_peft.families")
-_DESCRIBED: set[str] = set()  # names of those that users registered
+_DESCRIBED: set[str] = set()  # names registered by users
 
 
 def register_family(family: ModelFamily) -> ModelFamily:
-    """Make an architecture known; its key is `family.name`, the `model_type` of its transformers config.
+    """Register an architecture under `family.name`, the `model_type` of its transformers config.
 
     Args:
         family: the module paths of the architecture. It replaces your own earlier family of the same name.
 
     Raises:
-        ConfigError: the package has another family of this name; not a ModelFamily.
+        ConfigError: the package has a different family of this name; not a ModelFamily.
 
     Example:
         >>> from snnk_peft import FAMILIES, ModelFamily, register_family
@@ -202,7 +202,7 @@ def register_family(family: ModelFamily) -> ModelFamily:
     if not isinstance(family, ModelFamily):
         raise ConfigError(f"family is {in_words(family)}; expected ModelFamily(name=..., layers=..., ...)")
     if family.name in _DESCRIBED or (family.name in FAMILIES and FAMILIES[family.name] == family):
-        FAMILIES._members[family.name] = family  # a description is corrected, as one is that is tried in a notebook
+        FAMILIES._members[family.name] = family  # allows corrections, for example in a notebook
     else:
         FAMILIES.register(family.name, family)
         _DESCRIBED.add(family.name)
@@ -224,7 +224,7 @@ def family_of(model: nn.Module) -> ModelFamily:
             f"{name} has no config.model_type; expected a transformers model of one of the families {known}"
             f"{held_model(model)}. {WITHOUT_FAMILY}"
         )
-    # A model_type is never a typo: no "did you mean".
+    # A model_type is never a typo, so no "did you mean".
     if not getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(
             f"unknown model family {model_type!r}. Available: {known}. To add {name}, describe its module paths with "
@@ -260,7 +260,7 @@ def known_family(model: nn.Module) -> ModelFamily | None:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Return the original module inside wrappers that hold it as `base_layer`."""
+    """Return the original module inside wrappers, which hold it as `base_layer`."""
     while isinstance(inner := getattr(module, "base_layer", None), nn.Module):
         module = inner
     return module
@@ -277,7 +277,7 @@ def plain_modules(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mo
 
 
 def as_linear(module: nn.Module) -> nn.Module:
-    """Return the module; for transformers' Conv1D, with its transposed weight, an nn.Linear that shares its tensors."""
+    """Return the module; for transformers' Conv1D (transposed weight), an nn.Linear that shares its tensors."""
     if not isinstance(module, Conv1D):
         return module
     linear = nn.Linear(module.nx, module.nf, device="meta")

@@ -1,4 +1,4 @@
-"""Every architecture of the package, one entry each; most differ in a few fields from an earlier one.
+"""The architectures of the package, one entry each; most differ from an earlier one in a few fields.
 
 BERT      post-norm encoder: separate query, key and value, an expansion and an activation, dropout before each sum
 ROBERTA   BERT layers; the head is dense + tanh (a function) + out_proj on the first token
@@ -7,7 +7,7 @@ VIT       pre-norm image encoder: the layers are in the encoder itself
 DINO      pre-norm image encoder with a learned scale before each sum; [CLS] and the mean of the patches are read
 CLIP      pre-norm encoder of one of two towers: the layers are in `encoder`
 
-A user's own architecture needs no entry here: `register_family` adds it from anywhere.
+Your own architecture needs no entry here: `register_family` adds it from anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def add(name: str, like: ModelFamily, **differences: Any) -> ModelFamily:
     return ours(dataclasses.replace(like, name=name, **differences))
 
 
-# --- encoders of texts ------------------------------------------------------------------------------------------------
+# --- text encoders ----------------------------------------------------------------------------------------------------
 
 # Pooler = dense + tanh on [CLS], then dropout and the classifier.
 BERT = ours(
@@ -70,7 +70,7 @@ add("xlm-roberta", ROBERTA)
 # ESM-2, for proteins: BERT's modules in pre-norm order. The FFN calls GELU inline, so it cannot be replaced.
 add("esm", ROBERTA, key=None, activation=None, ffn_norm=None, last_norm=None)
 
-# A bias per pair of positions, so attention stays softmax; the head is RoBERTa's.
+# A bias per pair of positions, so attention remains softmax; the head is RoBERTa's.
 add(
     "mpnet",
     ROBERTA,
@@ -93,8 +93,8 @@ add(
     classifier_of_pooler="classifier.out_proj",
 )
 
-# DeBERTa-v2 and v3: disentangled attention, which stays softmax; the pooler calls its GELU inline. The query projection
-# also projects the relative positions; an adapter beside it acts on both.
+# DeBERTa-v2 and v3: disentangled attention, which remains softmax; the pooler calls its GELU inline. The query
+# projection also projects the relative positions, so an adapter parallel to it acts on both.
 add(
     "deberta-v2",
     BERT,
@@ -153,8 +153,8 @@ ours(
     )
 )
 
-# Pre-norm, rotary positions. Two layers of three attend to a band of neighbours only and are left as they are by
-# `layers="all"`; the FFN is gated (GeGLU); the "pooler" is head.dense, with a LayerNorm after it.
+# Pre-norm, rotary positions. Two of three layers attend only to a band of neighbours, and `layers="all"` leaves them
+# unchanged. The FFN is gated (GeGLU); the "pooler" is head.dense, followed by a LayerNorm.
 ours(
     ModelFamily(
         name="modernbert",
@@ -198,13 +198,13 @@ LLAMA = ours(
     )
 )
 
-# Checkpoints with a sliding window keep it in layers whose attention stays softmax.
+# Checkpoints with a sliding window keep it in layers whose attention remains softmax.
 add("mistral", LLAMA)
 
-# The FFN is gated by GELU, norms scale by one plus their weight.
+# The FFN is gated by GELU; norms scale by one plus their weight.
 add("gemma", LLAMA)
 
-# Biases in the projections of the attention; Qwen3 norms queries and keys per head.
+# The attention projections have biases; Qwen3 normalises queries and keys per head.
 add("qwen2", LLAMA)
 add("qwen3", LLAMA)
 
@@ -216,7 +216,7 @@ add(
     ffn_adapter="post_feedforward_layernorm",
 )
 
-# One matrix for query, key and value and one for both expansions; dropout before each sum.
+# One matrix for query, key and value, and one for both expansions; dropout before each sum.
 add(
     "phi3",
     LLAMA,
@@ -229,7 +229,7 @@ add(
     ffn_adapter="resid_mlp_dropout",
 )
 
-# Matrices are Conv1D; query, key and value are one.
+# Matrices are Conv1D; query, key and value are a single one.
 ours(
     ModelFamily(
         name="gpt2",
@@ -246,7 +246,7 @@ ours(
     )
 )
 
-# Pythia: one matrix for query, key and value; attention and FFN may stand side by side.
+# Pythia: one matrix for query, key and value; attention and FFN may be parallel.
 ours(
     ModelFamily(
         name="gpt_neox",
@@ -264,7 +264,7 @@ ours(
     )
 )
 
-# The FFN is two Linears in the layer itself. The 350m model norms after the sums: refused.
+# The FFN is two Linears in the layer itself. The 350m model is rejected: it normalises after the sums.
 ours(
     ModelFamily(
         name="opt",
@@ -286,7 +286,7 @@ ours(
     )
 )
 
-# --- encoders of images and sound -------------------------------------------------------------------------------------
+# --- image and audio encoders -----------------------------------------------------------------------------------------
 
 # Image classifiers have no pooler and get a new one; the bare encoder has one.
 VIT = ours(
@@ -316,11 +316,11 @@ add("vit_msn", VIT, pooler=None, pooler_activation=None)
 # A distilled model has a second head, on the distillation token.
 add("deit", VIT, pooled_heads=("classifier", "cls_classifier", "distillation_classifier"))
 
-# A learned scale inside the layer, no dense layer in the pooler. Attention stays softmax where the config asks for a
+# A learned scale inside the layer, no dense layer in the pooler. Attention remains softmax if the config asks for a
 # bias per pair of positions, as published ones do.
 add("beit", VIT, last_norm="{base}.pooler.layernorm", pooler=None, pooler_activation=None)
 
-# The giant model's gated FFN is refused.
+# The giant model's gated FFN is rejected.
 DINO = add(
     "dinov2",
     VIT,
@@ -335,7 +335,7 @@ DINO = add(
 )
 add("dinov2_with_registers", DINO)
 
-# BERT's modules in the order of ViT; attention is computed inside the module and stays softmax.
+# BERT's modules in the order of ViT; attention is computed inside the module and remains softmax.
 add(
     "data2vec-vision",
     BERT,
@@ -375,7 +375,7 @@ add("clip_text_model", CLIP, causal=True)
 add("siglip_vision_model", CLIP)
 add("siglip_text_model", CLIP)
 
-# Image classification by the image encoder alone. A model of both towers is refused; patch one of them.
+# Image classification by the image encoder alone. A model of both towers is rejected: patch one of them.
 for name in ("clip", "siglip"):
     add(
         name,
@@ -387,7 +387,7 @@ for name in ("clip", "siglip"):
         excludes="text_model",
     )
 
-# The encoder, bare or with the head for audio classification; models with the decoder are refused.
+# The encoder, bare or with the head for audio classification; models with the decoder are rejected.
 add(
     "whisper",
     CLIP,

@@ -92,7 +92,7 @@ def advance(model: nn.Module) -> None:
             module.advance()
 
 
-# Fields that have another name in files, since the first version.
+# Fields with a different name in files since the first version.
 STORED_NAMES = {"site": "slot"}
 # Arguments of a projection in addition to its own parameters.
 SHARED_ARGUMENTS = ("dim", "num_features", "seed", "site", "save")
@@ -151,12 +151,12 @@ class FeatureMapSpec:
 
     @property
     def needs_layer(self) -> bool:
-        """Whether the rows come from a pretrained layer; False for an unknown projection."""
+        """Return whether the rows come from a pretrained layer; False for an unknown projection."""
         return self.projection in PROJECTIONS and PROJECTIONS[self.projection].needs_layer
 
     @property
     def redrawable(self) -> bool:
-        """Whether W is determined by the seed, so that `save=False` is possible; True for an unknown projection."""
+        """Return whether W is determined by the seed, as `save=False` requires; True for an unknown projection."""
         return self.projection not in PROJECTIONS or PROJECTIONS[self.projection].redrawable
 
     def build(

@@ -177,7 +177,7 @@ def projection_table() -> str:
 
 
 def _cell(text: str) -> str:
-    # A bar would end the cell.
+    # A vertical bar would end the cell.
     return text.replace("|", "\\|")
 
 

@@ -40,7 +40,7 @@ ORDERS = (0, 1, 2)
 
 
 def _angular(theta: Tensor, complement: Tensor, order: int) -> Tensor:
-    """J_n(θ)/π. `complement` is π − θ, passed separately because the subtraction loses it near θ = π."""
+    """Compute J_n(θ)/π; `complement` is π − θ, passed separately because subtracting loses it near θ = π."""
     if order not in ORDERS:
         raise ConfigError(f"order is {order!r}; expected one of {', '.join(map(str, ORDERS))}")
     if order == 0:
@@ -54,7 +54,7 @@ def _angular(theta: Tensor, complement: Tensor, order: int) -> Tensor:
 
 
 def arccos_from_cosine(cosine: Tensor, order: int) -> Tensor:
-    """J_n(θ)/π as a function of cos θ (clamped to [−1, 1]): the arc-cosine kernel of unit vectors.
+    """Compute J_n(θ)/π from cos θ (clamped to [−1, 1]): the arc-cosine kernel of unit vectors.
 
     For whole Gram matrices, where only the matrix of cosines is affordable. Exact to rounding for orders 1 and 2 (to
     its square root for order 0 near cos θ = 1); gradients are infinite at |cos θ| = 1: differentiate `arccos_kernel`.
@@ -64,9 +64,9 @@ def arccos_from_cosine(cosine: Tensor, order: int) -> Tensor:
 
 
 def arccos_kernel(x: Tensor, y: Tensor, order: int = 1) -> Tensor:
-    """The exact arc-cosine kernel K_n(x, y) of vectors (..., d), which broadcast; for order 1 twice E[relu(ω·x)
-    relu(ω·y)].
+    """Compute the exact arc-cosine kernel K_n(x, y) of vectors (..., d), which broadcast.
 
+    For order 1 it is 2 E[relu(ω·x) relu(ω·y)].
     The angle is 2 atan2(‖u−v‖, ‖u+v‖) of the unit vectors u, v: accurate for nearly parallel and nearly opposite
     vectors, with finite gradients at x == y. Zero where x or y is the zero vector, whose features are all zero.
 
@@ -85,7 +85,7 @@ def arccos_kernel(x: Tensor, y: Tensor, order: int = 1) -> Tensor:
     apart = torch.linalg.vector_norm(u - v, dim=-1)
     together = torch.linalg.vector_norm(u + v, dim=-1)
     nonzero = (x_norm > 0) & (y_norm > 0)
-    # atan2 has no gradient at (0, 0), which only a pair of zero vectors reaches; those are masked out below.
+    # atan2 has no gradient at (0, 0), reached only by a pair of zero vectors; those are masked out below.
     together = torch.where(nonzero, together, 1.0)
     theta = 2 * torch.atan2(apart, together)
     complement = 2 * torch.atan2(together, apart)
@@ -94,7 +94,7 @@ def arccos_kernel(x: Tensor, y: Tensor, order: int = 1) -> Tensor:
 
 
 def gelu_kernel_from_moments(s11: Tensor, s22: Tensor, s12: Tensor) -> Tensor:
-    """E[gelu(u) gelu(v)] for centred Gaussians with variances s11, s22 and covariance s12, which broadcast."""
+    """Compute E[gelu(u) gelu(v)] for centred Gaussians with variances s11, s22 and covariance s12, which broadcast."""
     determinant = (s11 * s22 - s12.square()).clamp_min(0)
     p, q = 1 + s11, 1 + s22
     root = torch.sqrt(1 + s11 + s22 + determinant)
@@ -104,7 +104,7 @@ def gelu_kernel_from_moments(s11: Tensor, s22: Tensor, s12: Tensor) -> Tensor:
 
 
 def gelu_kernel(x: Tensor, y: Tensor) -> Tensor:
-    """E[gelu(ω·x) gelu(ω·y)] with ω ~ N(0, I), of vectors (..., d), which broadcast.
+    """Compute E[gelu(ω·x) gelu(ω·y)] with ω ~ N(0, I), of vectors (..., d), which broadcast.
 
     Example:
         >>> zero = torch.zeros(3)

@@ -1,8 +1,8 @@
 """An adapter as one operation: r + β (f(z) − γ c) Mᵀ with z = α x̂ Wᵀ + b, x̂ = x or LayerNorm(x).
 
-A training step of adapters is bound by its number of operations: the factors ride along in matrix products,
-and the backward pass is written out. Gradients flow to x, r, W, b and M; nothing is computed for what takes none. Where
-second derivatives are asked for, the backward pass is that of the formula.
+A training step of adapters is bound by its number of operations, so factors are absorbed into matrix products
+and the backward pass is explicit. Gradients flow to x, r, W, b and M, and are only computed where needed. If
+second derivatives are requested, the backward pass is that of the formula.
 
 Shapes: x (..., dim), r (..., out), W (m, dim), b and c (m,), M (out, m) -> (..., out), in the dtype of r.
 """
@@ -34,12 +34,12 @@ class AdapterForm(NamedTuple):
     """The settings of `adapter_sum` that are not tensors.
 
     Attributes:
-        component: f; None where x are features already.
+        component: f; None if x already holds features.
         normalize: whether x̂ is LayerNorm(x), without weights.
         scale: α.
         centring: γ.
         factor: β.
-        dtype: in which features and M are multiplied.
+        dtype: dtype in which features and M are multiplied.
     """
 
     component: Elementwise | None
@@ -61,11 +61,11 @@ def adapter_sum(
     matrix: Tensor,
     form: AdapterForm,
 ) -> Tensor:
-    """r + β (f(z) − γ c) Mᵀ, or r + β x Mᵀ for features x where `form` has no component; r is x where it is None.
+    """Compute r + β (f(z) − γ c) Mᵀ, or r + β x Mᵀ for features x if `form` has no component; r defaults to x.
 
     `low` is W in the dtype in which x̂ is multiplied with it and takes no gradient; the centres c are not trained.
     """
-    if torch.is_grad_enabled():  # where nothing needs one, the function detects that itself
+    if torch.is_grad_enabled():  # if nothing needs one, the function detects that itself
         found: Tensor = _AdapterSum.apply(x, residual, weight, low, bias, centres, matrix, form)
     else:
         found = _forward(x, residual, low, bias, centres, matrix, form)[0]
@@ -105,7 +105,7 @@ class _AdapterSum(torch.autograd.Function):
         if of_matrix:
             dmatrix = _readout_gradient(grad, features, narrow, form.factor).to(matrix.dtype)
         if x is not None:
-            # All is linear in g: where no bias wants dz itself, the scale of the next product goes into this one.
+            # All is linear in g: if no bias needs dz itself, the scale of the next product is absorbed into this one.
             flat = _flat(x)
             here, there = (form.scale, 1.0) if bias is None else (1.0, form.scale)
             dz = _product(grad, narrow, form.factor * here, narrow.select(0, 0))
@@ -133,7 +133,7 @@ def _forward(
     matrix: Tensor,
     form: AdapterForm,
 ) -> tuple[Any, ...]:
-    """The sum (tokens, out); M and the features as they were multiplied; z, and moments of x."""
+    """Compute the sum (tokens, out); M and the features in the dtype of the product; z, and moments of x."""
     flat = _flat(x)
     features, z, moments = _features(flat, low, bias, centres, form)
     narrow = matrix.to(form.dtype)
@@ -150,7 +150,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class _Moments(NamedTuple):
-    """Saves what LayerNorm's own backward pass reads, where x is normalised."""
+    """Values that LayerNorm's own backward pass reads, if x is normalised."""
 
     mean: Tensor | None = None
     rstd: Tensor | None = None
@@ -158,7 +158,7 @@ class _Moments(NamedTuple):
 
 
 def _normalized(x: Tensor, low: Tensor) -> tuple[Tensor, _Moments]:
-    """LayerNorm(x), in the dtype of x or finer."""
+    """Compute LayerNorm(x), in the dtype of x or finer."""
     exact, gain = _exact(x, low), None
     if exact.dtype.itemsize < 4 and x.device.type == "cpu":
         gain = torch.ones(x.shape[-1])  # without a gain in fp32, a CPU rounds mean and deviation to the dtype of x
@@ -173,7 +173,7 @@ def _exact(x: Tensor, low: Tensor) -> Tensor:
 def _features(
     x: Tensor, low: Tensor | None, bias: Tensor | None, centres: Tensor | None, form: AdapterForm
 ) -> tuple[Tensor, Tensor | None, _Moments]:
-    """f(z) − γ c (tokens, m), in the dtype of the readout; z; moments."""
+    """Compute f(z) − γ c (tokens, m), in the dtype of the readout; z; moments."""
     if form.component is None or low is None:
         return x.to(form.dtype), None, _Moments()
     seen, moments = _normalized(x, low) if form.normalize else (x, _Moments())
@@ -187,14 +187,14 @@ def _features(
 
 
 def _product(a: Tensor, b: Tensor, factor: float, unread: Tensor, added: Tensor | None = None) -> Tensor:
-    """factor · a b, and a vector added to each row; `unread` is anything that has, or broadcasts to, its shape."""
+    """Compute factor · a b plus a vector in each row; `unread` is any tensor that broadcasts to its shape."""
     if added is not None:
         return torch.addmm(added.to(a.dtype), a, b, alpha=factor)
     return a.mm(b) if factor == 1.0 else torch.addmm(unread, a, b, beta=0, alpha=factor)
 
 
 def _readout_gradient(g: Tensor, features: Tensor, matrix: Tensor, factor: float) -> Tensor:
-    """factor · gᵀ features, (out, m)."""
+    """Compute factor · gᵀ features, (out, m)."""
     if g.device.type == "cpu" and g.dtype.itemsize >= 4:
         # gᵀz takes CPU libraries up to ten times as long as zᵀg.
         return _product(features.t(), g, factor, matrix.t()).t().contiguous()
@@ -218,7 +218,7 @@ def _input_gradient(
 
 
 def _of_the_formula(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients as functions of everything, to be differentiated again."""
+    """Compute the gradients as functions of all inputs, so that they can be differentiated again."""
     x, weight, low, bias, centres, *_, features, matrix, _ = ctx.saved_tensors
     form, needed = ctx.form, ctx.needs_input_grad
     if x is not None:
@@ -239,17 +239,17 @@ def _of_the_formula(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """Return the dtype in which factors of `dtype` are multiplied: autocast's where it is on, except for fp64."""
-    # Where there is no autocast ("meta"), asking whether it is on is an error.
+    """Return the dtype in which factors of `dtype` are multiplied: autocast's if enabled, except for fp64."""
+    # Where there is no autocast ("meta"), checking whether it is on is an error.
     if dtype == torch.float64 or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return dtype
     return torch.get_autocast_dtype(device)
 
 
 def residual_linear(x: Tensor, features: Tensor, weight: Tensor) -> Tensor:
-    """x + features · weightᵀ in the dtype of x (..., dim), for features (..., m) and weight (dim, m).
+    """Compute x + features · weightᵀ in the dtype of x (..., dim), for features (..., m) and weight (dim, m).
 
-    The sum is fused into the matrix product: alone, it would read and write every hidden state once more.
+    The sum is fused into the matrix product: on its own, it would read and write every hidden state once more.
 
     Raises:
         ValueError: a weight without values. The fused product would return whatever its memory holds.
@@ -262,7 +262,7 @@ def residual_linear(x: Tensor, features: Tensor, weight: Tensor) -> Tensor:
         )
     same = x.dtype == features.dtype == weight.dtype
     device = x.device.type
-    # Where there is no autocast ("meta"), asking whether it is on is an error.
+    # Where there is no autocast ("meta"), checking whether it is on is an error.
     if same and not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         # Mᵀ as rows, not as a view of M: autograd would take the gradient as gᵀz, (dim, tokens) times (tokens, m),
         # for which CPU libraries need up to seven times the time of zᵀg; M itself is small.

@@ -1,9 +1,9 @@
-"""Tensors that are kept elsewhere (accelerate's offload to memory or disk), brought here for a while.
+"""Temporary access to tensors that are kept elsewhere (accelerate's offload to memory or disk).
 
-accelerate's hooks bring a module's own tensors when that module is called, and take them away afterwards; in between
-they are on the meta device, where products are computed without complaint and hold garbage. A feature map, though, is
-one formula over the tensors of several modules (its matrix, its component): so whoever evaluates it brings the tensors
-of all of them first, by the same hooks, and keeps them until it is done.
+accelerate's hooks load a module's own tensors when that module is called, and unload them afterwards; between calls
+they are on the meta device, where products are computed silently and hold garbage. A feature map, though, is
+one formula over the tensors of several modules (its matrix, its component): so its caller loads the tensors
+of all of them first, by the same hooks, and keeps them until the evaluation is done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _NothingToDo:
-    """Stands in for a hook whose tensors are here already: calling the module, or a copy, must not take them away."""
+    """Replaces a hook whose tensors are already loaded: calling the module, or a copy, must not unload them."""
 
     no_grad = False
 
@@ -35,8 +35,8 @@ class _NothingToDo:
 
 
 def offloaded(module: nn.Module) -> list[nn.Module]:
-    """Modules in and below `module` whose tensors a hook of accelerate keeps elsewhere."""
-    # A walk of its own: `modules()` takes longer than what a layer computes for one token.
+    """Return the modules in and below `module` whose tensors a hook of accelerate keeps elsewhere."""
+    # An explicit walk: `modules()` takes longer than a layer's computation for one token.
     found, waiting = [], [module]
     while waiting:
         part = waiting.pop()
@@ -47,7 +47,7 @@ def offloaded(module: nn.Module) -> list[nn.Module]:
 
 
 def place_of(module: nn.Module) -> torch.device | None:
-    """Return the device on which a module computes: that of its first parameter, or the one it is brought to; None if
+    """Return the device on which a module computes: that of its first parameter, or the one it is loaded to; None if
     unknown."""
     place = next((parameter.device for parameter in module.parameters()), None)
     if place is None or place.type != "meta":
@@ -57,19 +57,19 @@ def place_of(module: nn.Module) -> torch.device | None:
 
 
 def at_hand(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """A context in which all tensors in and below `module` can be read directly."""
+    """Return a context in which all tensors in and below `module` can be read directly."""
     away = offloaded(module)
     return _brought(away) if away else contextlib.nullcontext()
 
 
 def wide_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in fp32 on the CPU; on the meta device an empty tensor of that shape."""
+    """Return the values in fp32 on the CPU; on the meta device an empty tensor of that shape."""
     wide = tensor.detach().float()
     return wide if wide.is_meta else wide.cpu()
 
 
 def tensors_at_hand(function: Function) -> Function:
-    """For a method of a module, or a function of one: within it, all tensors in and below the module are at hand."""
+    """Decorate a method of a module, or a function of one, to have all tensors in and below the module at hand."""
 
     @functools.wraps(function)
     def with_tensors(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

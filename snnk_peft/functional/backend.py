@@ -1,11 +1,11 @@
-"""Dispatch of the expensive operations: plain torch everywhere, and kernels for one device type where they apply.
+"""Dispatch of the expensive operations: plain torch everywhere, and device-specific kernels where they apply.
 
-Each of OPERATIONS is a function that is written in torch: in eager mode, compiled, exported, on the meta device, with
-gradients. A device kernel is another function for one of them: the same arguments, results of the same shapes and
-dtypes, states that the torch form can continue from. Callers know of neither. Kernels of this package are files of
+Each of OPERATIONS is a function in torch that works in eager mode, compiled, exported, on the meta device and with
+gradients. A device kernel is another function for one of them, with the same arguments, results of the same shapes and
+dtypes, and states that the torch form can continue from. Callers need not know. Kernels of this package are files in
 `device_kernels/`, imported at the first call on their device type; others call `register_kernel` themselves. The
-environment variable SNNK_DEVICE_KERNELS=off turns all of them off, =all takes those as well that are proved without a
-card but have run on none yet, and `form_that_ran` says what an operation took.
+environment variable SNNK_DEVICE_KERNELS=off disables all of them, =all also enables those that are tested without a
+card but have not yet run on one, and `form_that_ran` reports which form an operation used.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class DeviceKernel(NamedTuple):
     name: str
 
 
-DEVICE_KERNELS: dict[tuple[str, str], DeviceKernel] = {}  # of (operation, device type)
-SWITCH = "SNNK_DEVICE_KERNELS"  # "off" in the environment: the torch form, always; "all": untried kernels too
+DEVICE_KERNELS: dict[tuple[str, str], DeviceKernel] = {}  # by (operation, device type)
+SWITCH = "SNNK_DEVICE_KERNELS"  # in the environment, "off": always the torch form; "all": untried kernels too
 _DISCOVERED: set[str] = set()
 _RAN: dict[str, str] = {}
 
@@ -58,21 +58,21 @@ _RAN: dict[str, str] = {}
 def register_kernel(
     operation: str, *, device: str, serves: Callable[..., bool] | None = None, differentiable: bool = False
 ) -> Callable[[AnyFunction], AnyFunction]:
-    """Decorator: the function is the kernel of an operation on a device type.
+    """Register the decorated function as the kernel of an operation on a device type.
 
-    It is called with the arguments of the torch form (which is `__wrapped__` of the function of that name), as they
-    are: strides, dtypes and autocast are the caller's. Nothing is caught: what it raises, the caller sees. To be
+    It is called with the unchanged arguments of the torch form (`__wrapped__` of the function of that name):
+    strides, dtypes and autocast are the caller's. Exceptions are passed on to the caller. To be
     compiled in one graph, it and `serves` must be traceable; a `torch.library.custom_op` and a Triton kernel are.
 
     Args:
         operation: one of OPERATIONS.
         device: type of the device of the first argument, such as "cuda".
-        serves: whether the kernel can do it, asked of the same arguments at every call; None for always. Where it
-            says no, the torch form runs.
-        differentiable: whether its results carry gradients; if not, the torch form runs where they are wanted.
+        serves: whether the kernel supports a call, checked with the same arguments every time; None for always. If
+            it does not, the torch form runs.
+        differentiable: whether its results carry gradients; if not, the torch form runs where they are needed.
 
     Raises:
-        ConfigError: no such operation or device type, or they have another kernel.
+        ConfigError: no such operation or device type, or another kernel is registered.
     """
     if operation not in OPERATIONS:
         raise ConfigError(f"there is no operation {operation!r} to register a kernel for; expected one of {OPERATIONS}")
@@ -94,7 +94,7 @@ def register_kernel(
 
 
 def dispatched(torch_form: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Decorator of an operation: where a kernel for the device of its first argument serves, that runs instead."""
+    """Decorate an operation so that a suitable kernel for the device of its first argument runs instead."""
     operation, first = torch_form.__name__, next(iter(inspect.signature(torch_form).parameters))
     assert operation in OPERATIONS
 
@@ -114,7 +114,7 @@ def dispatched(torch_form: Callable[Arguments, Result]) -> Callable[Arguments, R
 
 
 def takes_untried() -> bool:
-    """Return True if kernels that have not yet been run on any card are allowed."""
+    """Return True if kernels that have not yet run on any card are allowed."""
     return os.environ.get(SWITCH) == "all"
 
 
@@ -126,12 +126,12 @@ def has_kernels(device: str) -> bool:
 def form_that_ran(operation: str) -> str | None:
     """Return the form that the last call of an operation took: "torch", the name of a kernel's function, or None.
 
-    A compiled function says what it took when it was traced.
+    A compiled function reports the form used when it was traced.
     """
     return _RAN.get(operation)
 
 
-@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 takes is_exporting() for True in whatever it compiles
+@torch.compiler.assume_constant_result  # Dynamo of torch 2.11 evaluates is_exporting() to True in all it compiles
 def exporting() -> bool:
     """Return True while a graph is traced for export; a branch on the input length would fix that length."""
     return getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)()
@@ -152,7 +152,7 @@ def plain_call() -> bool:
     )
 
 
-# A compiler must not follow imports; it runs these two while it traces, and then looks into DEVICE_KERNELS.
+# A compiler must not follow imports; it runs these two while tracing, and then reads DEVICE_KERNELS.
 @torch.compiler.assume_constant_result
 def _note(operation: str, form: str) -> None:
     _RAN[operation] = form
@@ -160,9 +160,9 @@ def _note(operation: str, form: str) -> None:
 
 @torch.compiler.assume_constant_result
 def _discover(device: str) -> bool:
-    """Import the kernels of this package for a device type, once; False where kernels are not wanted.
+    """Import the kernels of this package for a device type, once; return False if kernels are disabled.
 
-    The code of a bundle has no folder of them.
+    The code of a bundle has no such folder.
     """
     if os.environ.get(SWITCH) == "off":
         return False
@@ -183,7 +183,7 @@ def _device_type(name: str) -> str:
 
 
 def _runs(kernel: DeviceKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if exporting() or torch.jit.is_tracing():  # what is exported needs the operators of torch alone
+    if exporting() or torch.jit.is_tracing():  # an export must consist of torch's own operators
         return False
     if not kernel.differentiable and wants_gradient((*args, *kwargs.values())):
         return False
@@ -191,7 +191,7 @@ def _runs(kernel: DeviceKernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def wants_gradient(given: Any) -> bool:
-    """Return True if a gradient is needed for any tensor in the nested tuples that a result is computed from."""
+    """Return True if any tensor in the nested tuples from which a result is computed needs a gradient."""
     return torch.is_grad_enabled() and _has_gradient(given)
 
 

@@ -16,37 +16,37 @@ FOURIER_FAST_FROM = 512
 
 
 def circulant_product(x: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
-    """x Cᵀ: the circular convolution of x (..., n) with each first column, `column` (blocks, n)."""
+    """Compute x Cᵀ, the circular convolution of x (..., n) with each first column, `column` (blocks, n)."""
     n = column.shape[-1]
     return torch.fft.irfft(torch.fft.rfft(x.unsqueeze(-2)) * torch.fft.rfft(column), n=n)
 
 
 def toeplitz_product(x: torch.Tensor, diagonals: torch.Tensor) -> torch.Tensor:
-    """x Tᵀ; x (..., n), `diagonals` g (blocks, 2n − 1), from the top right corner to the bottom left one."""
+    """Compute x Tᵀ for x (..., n), `diagonals` g (blocks, 2n − 1), from the top right to the bottom left corner."""
     n = x.shape[-1]
-    # A linear convolution; with 2n − 1 points or more, what wraps around stays clear of the n values wanted.
+    # A linear convolution; with 2n − 1 points or more, wrap-around does not reach the n values needed.
     spectrum = torch.fft.rfft(x.unsqueeze(-2), n=2 * n) * torch.fft.rfft(diagonals, n=2 * n)
     return torch.fft.irfft(spectrum, n=2 * n)[..., n - 1 : 2 * n - 1]
 
 
 def hankel_product(x: torch.Tensor, diagonals: torch.Tensor) -> torch.Tensor:
-    """x Kᵀ; x (..., n), `diagonals` g (blocks, 2n − 1), from the top left corner to the bottom right one."""
+    """Compute x Kᵀ for x (..., n), `diagonals` g (blocks, 2n − 1), from the top left to the bottom right corner."""
     return toeplitz_product(x.flip(-1), diagonals)
 
 
 def circulant_matrix(column: torch.Tensor) -> torch.Tensor:
-    """C (blocks, n, n) from first columns (blocks, n)."""
+    """Return C (blocks, n, n) from first columns (blocks, n)."""
     index = torch.arange(column.shape[-1], device=column.device)
     return column[:, (index[:, None] - index) % len(index)]
 
 
 def toeplitz_matrix(diagonals: torch.Tensor) -> torch.Tensor:
-    """T (blocks, n, n) from g (blocks, 2n − 1)."""
+    """Return T (blocks, n, n) from g (blocks, 2n − 1)."""
     index = torch.arange((diagonals.shape[-1] + 1) // 2, device=diagonals.device)
     return diagonals[:, index[:, None] - index + len(index) - 1]
 
 
 def hankel_matrix(diagonals: torch.Tensor) -> torch.Tensor:
-    """K (blocks, n, n) from g (blocks, 2n − 1)."""
+    """Return K (blocks, n, n) from g (blocks, 2n − 1)."""
     index = torch.arange((diagonals.shape[-1] + 1) // 2, device=diagonals.device)
     return diagonals[:, index[:, None] + index]

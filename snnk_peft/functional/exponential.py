@@ -25,17 +25,17 @@ KERNELS = ("softmax", "gaussian")
 
 
 def exact_kernel(x: Tensor, y: Tensor, kernel: str) -> Tensor:
-    """e^{x·y} or e^{−‖x−y‖²/2} for x, y (..., d); result (...)."""
+    """Compute e^{x·y} or e^{−‖x−y‖²/2} for x, y (..., d); result (...)."""
     return torch.exp((x * y).sum(-1) if kernel == "softmax" else -(x - y).square().sum(-1) / 2)
 
 
 def half_square(x: Tensor) -> Tensor:
-    """‖x‖²/2, (..., 1); through the norm, which needs no temporary of the size of x."""
+    """Compute ‖x‖²/2, (..., 1), through the norm, which needs no temporary of the size of x."""
     return torch.linalg.vector_norm(wide(x), dim=-1, keepdim=True).square() / 2
 
 
 def log_factor(x: Tensor, kernel: str, a: Tensor | float = 0.0, sign: int = 1) -> Tensor:
-    """log (1−4a)^{d/4} e^{−s‖x‖²/2}, common to the features of x (..., d): (..., 1); "gaussian" has e^{−‖x‖²/2} more.
+    """Return the log of (1−4a)^{d/4} e^{−s‖x‖²/2} of x (..., d): (..., 1); "gaussian" adds e^{−‖x‖²/2}.
 
     The parameter a is a number, (..., 1), or one per coordinate (..., d).
     """
@@ -53,19 +53,19 @@ def log_factor(x: Tensor, kernel: str, a: Tensor | float = 0.0, sign: int = 1) -
 def stabilised(
     exponents: Tensor, factor: Tensor | float, amplitudes: Tensor | float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Features amplitudes · exp(exponents + factor), split so that nothing overflows.
+    """Compute features amplitudes · exp(exponents + factor), split so that nothing overflows.
 
     Args:
-        exponents: what differs between the features of a vector, ω·x and the like, (..., m); overwritten.
+        exponents: the terms that differ between the features of a vector, e.g. ω·x, (..., m); overwritten.
         factor: from `log_factor`, (..., 1).
         amplitudes: one number, or one per feature (m,).
-        dtype: of the values.
+        dtype: dtype of the values.
 
     Returns:
         values (..., m) in [−1, 1] and the logarithm of their common factor per vector (..., 1) in at least fp32.
     """
     top = exponents.detach().amax(-1, keepdim=True)
-    # An infinite maximum (overflowing input) must come out as it is, not as NaN.
+    # An infinite maximum (overflowing input) must be returned as it is, not as NaN.
     top = torch.where(top.isfinite(), top, 0.0)
     # In place: fresh memory of this size costs as much as the exponential.
     values, scale = exponents.sub_(top).exp_(), top + factor
@@ -77,7 +77,7 @@ def stabilised(
 
 
 def optimal_a(mean_square: Tensor, dim: int) -> Tensor:
-    """The a <= 0 with the least second moment for a mean S >= 0 of ‖x + y‖², which sums over `dim` coordinates.
+    """Return the a <= 0 with the least second moment for a mean S >= 0 of ‖x + y‖² over `dim` coordinates.
 
     (OPRF; Spectraformer, Eq. 35.) With ρ = 1/(1−8a): the derivative of the logarithm of the second moment is zero at ρ
     = (√((2S+d)² + 8dS) − 2S − d) / 4S. Written without the cancellation that this has for small S; a -> 0 there.
@@ -88,7 +88,7 @@ def optimal_a(mean_square: Tensor, dim: int) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean of x (..., n, k) over n where mask (..., n) is True: (..., 1, k); 0 where nothing is."""
+    """Compute the mean of x (..., n, k) over n where mask (..., n) is True: (..., 1, k); 0 if it never is."""
     if mask is None:
         return x.mean(-2, keepdim=True)
     weight = mask.to(x.dtype).unsqueeze(-1)
@@ -96,7 +96,7 @@ def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def mean_square_of_sums(x: Tensor, y: Tensor, x_mask: Tensor | None, y_mask: Tensor | None) -> Tensor:
-    """Mean over all pairs of (x_l + y_l)², per coordinate: x (..., n, d), y (..., k, d) -> (..., 1, d)."""
+    """Compute the mean over all pairs of (x_l + y_l)², per coordinate: x (..., n, d), y (..., k, d) -> (..., 1, d)."""
     x, y = wide(x), wide(y)
     cross = masked_mean(x, x_mask) * masked_mean(y, y_mask)
     return masked_mean(x.square(), x_mask) + masked_mean(y.square(), y_mask) + 2 * cross

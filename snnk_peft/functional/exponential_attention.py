@@ -4,18 +4,18 @@ With a_ir = log φ_r(q_i), b_jr = log ψ_r(k_j) and, per feature, Z_r = Σ_j e^{
 
     out_i = Σ_r φ_r(q_i) Σ_j ψ_r(k_j) v_j / Σ_r φ_r(q_i) Z_r = softmax_r(a_ir + log Z_r) · M
 
-Every feature has a scale of its own, the largest of its keys: a key is lost beside others only where it weighs nothing.
-One scale for all features, or features of queries and keys that are rounded before they meet, lose rows from twice the
-norms of BERT on. There is no maximum, no division and no denominator on the query side. Features may have signs σ_r
-(quadratures): then out_i = Σ_r σ_r p_ir M_r / Σ_r σ_r p_ir with p the softmax.
+Every feature has its own scale, the largest of its keys, so a key is only lost next to others if its weight is nil.
+A single scale for all features, or features of queries and keys that are rounded before they are multiplied, lose rows
+from twice the norms of BERT on. There is no maximum, division or denominator on the query side. Features may have signs
+σ_r (quadratures): then out_i = Σ_r σ_r p_ir M_r / Σ_r σ_r p_ir with p the softmax.
 
-On a CPU features never leave the cache: forward and backward go block by block of tokens. With g the gradient of
+On a CPU, features never leave the cache: forward and backward passes process tokens in blocks. With g the gradient of
 out = p M, p = softmax(a + log Z), and w_jr = e^{b_jr} / Z_r the weights of the keys in M and Z,
 
     ∂a = p ∘ (g Mᵀ − rowsum(p ∘ g Mᵀ))      ∂M = pᵀ g      ∂log Z = colsum(∂a)
     ∂b = w ∘ (v ∂Mᵀ − diag(M ∂Mᵀ) + ∂log Z)      ∂v = w ∂M
 
-and p and w are recomputed, which is faster than writing them to memory and reading them back.
+Both p and w are recomputed, which is faster than writing them to memory and reading them back.
 
 Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D) -> (B, H, L, D), H a multiple of G; M (B, G, m, D), log Z
 (B, G, m). Everything in at least fp32, also under autocast. Time O((L + N) m (d + D)) per head.
@@ -36,10 +36,10 @@ from snnk_peft.functional.precision import full_precision
 
 
 class AttentionInBlocks(torch.autograd.Function):
-    """out, M and log Z from q, k, v, the rows of the queries, the offset of both sides and the rows of the keys.
+    """Compute out, M and log Z from q, k, v, the queries' rows, the offset of both sides and the keys' rows.
 
     The last three arguments: Q of the keys' norms, without gradient; the mask or None; and the same in plain torch,
-    which is used where the gradient is itself to be differentiated.
+    which is used if the gradient is to be differentiated itself.
     """
 
     @staticmethod
@@ -133,8 +133,8 @@ class KeyMeans(NamedTuple):
     """The state of attention over past keys and values; its size does not depend on their number.
 
     Attributes:
-        values: M (B, G, m, D) in at least fp32: per feature the mean of the values.
-        log_weight: log Z (B, G, m); about ABSENT where no key counted so far.
+        values: M (B, G, m, D) in at least fp32: the mean of the values, per feature.
+        log_weight: log Z (B, G, m); about ABSENT if no key has counted so far.
     """
 
     values: Tensor
@@ -142,12 +142,12 @@ class KeyMeans(NamedTuple):
 
     @property
     def seen(self) -> Tensor:
-        """(B, G) bool, True where any key counted."""
+        """Return (B, G) bool, True where any key counted."""
         return self.log_weight.detach().amax(-1) > ABSENT / 2
 
 
 def means_of(logs: Tensor, v: Tensor) -> KeyMeans:
-    """M and log Z of keys (B, G, N, m) and values (B, G, N, D); the logarithms are overwritten."""
+    """Compute M and log Z of keys (B, G, N, m) and values (B, G, N, D); the logarithms are overwritten."""
     top = logs.detach().amax(-2, keepdim=True)
     weights = logs.sub_(top).exp_()
     total = weights.sum(-2)
@@ -173,15 +173,15 @@ def key_means(
     state: KeyMeans | None = None,
     memory: BlockMemory | None = None,
 ) -> KeyMeans:
-    """M and log Z of these keys, and of those in `state`; block by block of tokens on a CPU.
+    """Compute M and log Z of these keys and those in `state`; in blocks of tokens on a CPU.
 
     Args:
         k: keys, (B, G, N, d).
         v: values, (B, G, N, D).
-        features: of the keys; their offset is left to the queries.
+        features: feature map of the keys; their offset is left to the queries.
         mask: (B, N) bool, True where a key counts.
-        state: of other keys.
-        memory: for the logarithms; None for memory of its own.
+        state: state of other keys.
+        memory: memory for the logarithms; None to allocate it.
     """
     rows, memory = features.rows, memory or BlockMemory(features.rows)
     size, (batch, groups, _, _), m = block_tokens(k, rows.shape[-2]), k.shape, rows.shape[-2]
@@ -204,16 +204,16 @@ def exponential_attention(
     mask: Tensor | None = None,
     state: KeyMeans | None = None,
 ) -> tuple[Tensor, KeyMeans]:
-    """Every query attends to every key: (B, H, L, D) in the dtype of v, 0 where no key counts, and M, log Z.
+    """Compute (B, H, L, D) in the dtype of v, 0 where no key counts, and M, log Z; every query sees every key.
 
     Args:
         q: (B, H, L, d), with the features `queries`.
         k: (B, G, N, d), with the features `keys`, of the same signs.
         v: (B, G, N, D).
-        queries: of q.
-        keys: of k.
+        queries: feature map of q.
+        keys: feature map of k.
         mask: (B, N) bool, True where a key counts.
-        state: of other keys, which every query sees too.
+        state: state of other keys, which every query sees too.
     """
     offset, signs = both_offsets(queries, keys), keys.signs
 
@@ -231,9 +231,9 @@ def exponential_attention(
 
 
 def attend_means(q: Tensor, means: KeyMeans, features: LogLinear, memory: BlockMemory | None = None) -> Tensor:
-    """Every query (B, H, L, d) attends to all keys in `means`, in at least fp32.
+    """Let every query (B, H, L, d) attend to all keys in `means`, in at least fp32.
 
-    `features` are those of the queries, with the offset of both sides and the signs; `memory` serves the logarithms.
+    `features` are those of the queries, with the offset of both sides and the signs; `memory` holds the logarithms.
     """
     rows, signs = features.rows, features.signs
     offset = features.offset if features.offset.dim() == 1 else features.offset[..., None, None, :]
@@ -257,7 +257,7 @@ def attend_means(q: Tensor, means: KeyMeans, features: LogLinear, memory: BlockM
 
 
 def log_weights(q: Tensor, means: KeyMeans, features: LogLinear) -> Tensor:
-    """log Σ_r φ_r(q) Z_r, (B, H, L), the denominator of `attend_means` without |q|²_Q and signs; arguments as there."""
+    """Compute log Σ_r φ_r(q) Z_r, (B, H, L): `attend_means`' denominator without |q|²_Q and signs; same arguments."""
     offset = features.offset if features.offset.dim() == 1 else features.offset[..., None, None, :]
     logs = query_logarithms(q.to(features.rows.dtype), features.rows, means.values.shape[1])
     return (logs + (means.log_weight[:, :, None, None] + offset)).logsumexp(-1).flatten(1, 2)

@@ -1,18 +1,18 @@
-"""Causal attention over positive exponential features, from their logarithms: exact when keys differ by e^hundreds.
+"""Causal attention over positive exponential features, by their logarithms: exact even if keys differ by e^hundreds.
 
     out_i = Σ_r φ_r(q_i) Σ_{j<=i} ψ_r(k_j) v_j / Σ_r φ_r(q_i) Σ_{j<=i} ψ_r(k_j),     a = log φ(q), b = log ψ(k)
 
-What lies before a chunk enters through the means M and weights log Z of its keys (`exponential_attention.py`), chunk by
-chunk of 64 tokens. Within a chunk, weights are formed and cut to the lower triangle. Two ways to do so:
+Everything before a chunk of 64 tokens enters through the means M and weights log Z of its keys
+(`exponential_attention.py`). Within a chunk, weights are formed and cut to the lower triangle, in one of two ways:
 
     direct    φ and ψ at one scale u per feature, the largest key so far or in this block: e^{a + u} and e^{b − u}.
-              Two exponentials per feature. What a row sees must not vanish beside keys that come after it: its
+              Two exponentials per feature. What a row sees must not vanish next to keys that come after it: its
               denominator shows that, and where one is too small the block is recomputed the other way.
     careful   log(φ ψᵀ) by halves: rows of the second half see all keys of the first, so that there one scale per
               feature, that of the first half, loses nothing; and each half is cut in the same way. Then one softmax
-              over [a + log Z, log(φ ψᵀ)]. Exact whatever the keys; for graphs and accelerators too.
+              over [a + log Z, log(φ ψᵀ)]. Exact for any keys; also for graphs and accelerators.
 
-One token alone needs neither: its key is added to the means, and then it sees all keys there are.
+A single token needs neither: its key is added to the means, and then it sees all keys.
 
 Shapes: q (B, H, L, d), k (B, G, L, d), v (B, G, L, D) -> (B, H, L, D); inside, a (B, G, chunks, H/G · 64, m) and b
 (B, G, chunks, 64, m). Time O(L m D + L (m + D) · 64) per head.
@@ -32,7 +32,7 @@ from snnk_peft.functional.log_linear import ABSENT, LogLinear, both_offsets, key
 from snnk_peft.functional.precision import full_precision
 
 TOKENS = 64  # per chunk
-LEAST = 2.0**-60  # of a denominator, relative to the largest that it could be: terms lost to underflow are e^-45 of it
+LEAST = 2.0**-60  # of a denominator, relative to its largest possible value: terms lost to underflow are e^-45 of it
 
 
 @dispatched
@@ -47,17 +47,17 @@ def causal_exponential_attention(
     *,
     weighed: bool = False,
 ) -> tuple[Tensor, KeyMeans]:
-    """Query i attends to keys 0..i, and to all keys in `state` before them.
+    """Compute attention of query i to keys 0..i, and to all keys in `state` before them.
 
     Args:
         q: (B, H, L, d), with the features `queries`.
         k: (B, G, L, d), with the features `keys`, of the same signs.
         v: (B, G, L, D).
-        queries: of q.
-        keys: of k.
+        queries: feature map of q.
+        keys: feature map of k.
         mask: (B, L) bool, True where a key counts.
-        state: to continue from.
-        weighed: give log Σ_r φ_r(q_i) Σ_{j<=i} ψ_r(k_j), but for |q_i|²_Q, as a last column; not for signed features.
+        state: state to continue from.
+        weighed: return log Σ_r φ_r(q_i) Σ_{j<=i} ψ_r(k_j), except |q_i|²_Q, as a last column; not for signed features.
 
     Returns:
         (B, H, L, D) in the dtype of v, 0 where no key counts, and M and log Z after the last key. Weighed, (B, H, L,
@@ -129,7 +129,7 @@ def _causal_block(
         small = tokens(denominator.detach()).squeeze(-1).abs() < LEAST
         if not bool((small if seen is None else small & seen.repeat_interleave(q.shape[1] // groups, 1)).any()):
             denominator = denominator if seen is None else torch.where(denominator == 0, 1.0, denominator)
-            # In its own memory where no gradient needs the numerator: fresh memory costs more than the division.
+            # In place if no gradient needs the numerator: fresh memory costs more than the division.
             out = numerator / denominator if torch.is_grad_enabled() else numerator.div_(denominator)
             return result(out, denominator.log().add_(scale) if weighed else denominator), behind
     out, weights, behind = _careful(*logarithms(), values, state, queries)
@@ -137,10 +137,10 @@ def _causal_block(
 
 
 def _in_chunks(x: Tensor, chunks: int, padding: int, value: float) -> Tensor:
-    """(..., L, n) -> (..., chunks, tokens, n)."""
+    """Split (..., L, n) -> (..., chunks, tokens, n)."""
     if exporting() or padding:
         x = torch.nn.functional.pad(x, (0, 0, 0, padding), value=value)
-    # Contiguous: what is used in two products would be copied for each.
+    # Contiguous, since it would otherwise be copied for each of two products.
     return x.contiguous().unflatten(-2, (chunks, -1))
 
 
@@ -157,7 +157,7 @@ def _rows_zeroed(out: Tensor, seen: Tensor | None, heads: int) -> Tensor:
 
 
 def _with_weights(out: Tensor, weights: Tensor, seen: Tensor | None) -> Tensor:
-    """(B, H, L, D) and logarithms (B, H, L) in one tensor; where a row has no key, 0 and ABSENT."""
+    """Join (B, H, L, D) and logarithms (B, H, L) in one tensor; 0 and ABSENT where a row has no key."""
     if seen is not None:
         weights = weights.masked_fill(~seen.repeat_interleave(weights.shape[1] // seen.shape[1], 1), ABSENT)
     return torch.cat((_rows_zeroed(out, seen, out.shape[1]), weights.unsqueeze(-1)), -1)
@@ -166,7 +166,7 @@ def _with_weights(out: Tensor, weights: Tensor, seen: Tensor | None) -> Tensor:
 def _direct(
     a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear, weighed: bool
 ) -> tuple[Tensor, Tensor, Tensor | float, KeyMeans]:
-    """Numerators (B, G, chunks, rows, D), denominators (..., 1), the logarithm of what both were divided by (0 unless
+    """Return numerators (B, G, chunks, rows, D), denominators (..., 1), the logarithm of their divisor (0 unless
     `weighed`), and the state after the last chunk."""
     top = torch.maximum(b.detach().amax((-3, -2)), state.log_weight.detach())
     psi = b.sub_(top[:, :, None, None]).exp_()
@@ -191,7 +191,7 @@ def _direct(
 
 
 def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinear) -> tuple[Tensor, Tensor, KeyMeans]:
-    """Results (B, G, chunks, rows, D), logarithms of denominators (..., 1), and the state after the last chunk."""
+    """Return results (B, G, chunks, rows, D), logarithms of denominators (..., 1), and the state after all chunks."""
     a, signs = a + (queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]), queries.signs
     prefixes, behind = _prefixes(means_of(b.clone(), v), state)
     within, of_within = _pairs(a.unflatten(3, (-1, b.shape[-2])), b.unsqueeze(3), signs)
@@ -205,9 +205,9 @@ def _careful(a: Tensor, b: Tensor, v: Tensor, state: KeyMeans, queries: LogLinea
 
 
 def _pairs(a: Tensor, b: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """log |Σ_r σ_r e^{a_ir + b_jr}| for j <= i within a chunk, below ABSENT for j > i, and the signs of the sums.
+    """Compute log |Σ_r σ_r e^{a_ir + b_jr}| for j <= i in a chunk, below ABSENT for j > i, and the sums' signs.
 
-    a and b are (..., tokens, m), tokens a power of two; σ (m,) of None is 1, and then None is returned for the signs.
+    a and b are (..., tokens, m), tokens a power of two; if σ (m,) is None it is 1, and None is returned for the signs.
     """
     tokens, size, found, of_found = a.shape[-2], 1, *_log_products(a.unsqueeze(-2), b.unsqueeze(-2), signs)
     while size < tokens:
@@ -222,26 +222,26 @@ def _pairs(a: Tensor, b: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor |
 
 
 def _doubled(diagonal: Tensor, below: Tensor, above: float) -> Tensor:
-    """[[first, above], [below, second]] of each two neighbours (..., 2n, s, s) on the diagonal: (..., n, 2s, 2s)."""
+    """Form [[first, above], [below, second]] of neighbours (..., 2n, s, s) on the diagonal: (..., n, 2s, 2s)."""
     first, second = diagonal.unflatten(-3, (-1, 2)).unbind(-3)
     upper = torch.cat((first, torch.full_like(first, above)), -1)
     return torch.cat((upper, torch.cat((below, second), -1)), -2)
 
 
 def _log_products(a: Tensor, b: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """log |Σ_r σ_r e^{a_ir + b_jr}| for all rows and keys of a block, and the signs of the sums (None without σ)."""
+    """Compute log |Σ_r σ_r e^{a_ir + b_jr}| for all rows and keys of a block, and the sums' signs (None without σ)."""
     top = b.detach().amax(-2, keepdim=True)
     shifted = a + top
     largest = shifted.detach().amax(-1, keepdim=True)
     phi, psi = (shifted - largest).exp(), (b - top).exp()
-    # Beside a row's largest product with the keys of the block, which is at least 1, what is cut off counts nothing.
+    # Next to a row's largest product with the keys of the block, which is at least 1, what is cut off is negligible.
     products = (phi if signs is None else phi * signs) @ psi.mT
     logs = products.abs().clamp_min(torch.finfo(a.dtype).tiny).log() + largest
     return logs, None if signs is None else products.detach().sign()
 
 
 def _prefixes(chunks: KeyMeans, state: KeyMeans) -> tuple[KeyMeans, KeyMeans]:
-    """M and log Z before each chunk, (B, G, chunks, m, D) and (B, G, chunks, m), and after the last one."""
+    """Compute M and log Z before each chunk, (B, G, chunks, m, D) and (B, G, chunks, m), and after the last one."""
     values = torch.cat((state.values.unsqueeze(2), chunks.values), 2)
     log_weight = torch.cat((state.log_weight.unsqueeze(2), chunks.log_weight), 2)
     count = log_weight.shape[2]

@@ -35,7 +35,7 @@ _CHUNK = 1 << 22  # values of f held at once
 
 
 def gaussian_nodes(nodes: int = 2048, device: torch.device | str | None = None) -> tuple[Tensor, Tensor]:
-    """Points t and weights w, fp64 (nodes,), such that Σ_j w_j f(t_j) ≈ E[f(t)] for t ~ N(0, 1).
+    """Return points t and weights w, fp64 (nodes,), such that Σ_j w_j f(t_j) ≈ E[f(t)] for t ~ N(0, 1).
 
     At least 65 nodes. The error at a kink falls as 1/nodes²; smooth functions need no more than 129.
     """
@@ -47,7 +47,7 @@ def gaussian_nodes(nodes: int = 2048, device: torch.device | str | None = None) 
 
 
 def hermite_polynomials(points: Tensor, degree: int) -> Tensor:
-    """The normalised probabilists' Hermite polynomials h_0..h_degree, (degree+1, *points.shape)."""
+    """Evaluate the normalised probabilists' Hermite polynomials h_0..h_degree, (degree+1, *points.shape)."""
     values = [torch.ones_like(points), points]
     for k in range(1, degree):
         values.append((points * values[k] - math.sqrt(k) * values[k - 1]) / math.sqrt(k + 1))
@@ -69,7 +69,7 @@ def _evaluate(f: ScalarFunction, values: Tensor) -> Tensor:
 
 
 def hermite_coefficients(f: ScalarFunction, mean: Tensor, std: Tensor, degree: int = 64, nodes: int = 2048) -> Tensor:
-    """Hermite coefficients (n, degree + 1), fp64, of the units f(z_i), z_i ~ N(mean_i, std_i²); column 0 is E[f(z_i)].
+    """Compute Hermite coefficients (n, degree + 1), fp64, of f(z_i), z_i ~ N(mean_i, std_i²); column 0 is E[f(z_i)].
 
     Args:
         f: elementwise scalar function; it is evaluated in fp64.
@@ -109,7 +109,7 @@ def gaussian_product(
     std_g: Tensor,
     nodes: int = 2048,
 ) -> Tensor:
-    """E[f(mean_f + std_f t) g(mean_g + std_g t)], t ~ N(0, 1): the case |ρ| = 1 (std_g < 0 for −1), without truncation.
+    """Compute E[f(mean_f + std_f t) g(mean_g + std_g t)], t ~ N(0, 1): case |ρ| = 1 (std_g < 0 for −1), untruncated.
 
     Means and standard deviations are (n,), one entry per pair of units; result (n,) in fp64.
     """
@@ -123,7 +123,7 @@ def gaussian_product(
 
 
 def dual_kernel(coeffs_a: Tensor, coeffs_b: Tensor, rho: Tensor) -> Tensor:
-    """E[f(z_a) g(z_b)] for every pair of units, Σ_k c_k(a) c_k(b) ρ_ab^k, (n_a, n_b).
+    """Compute E[f(z_a) g(z_b)] for every pair of units, Σ_k c_k(a) c_k(b) ρ_ab^k, (n_a, n_b).
 
     Args:
         coeffs_a: (n_a, degree+1) from `hermite_coefficients`.

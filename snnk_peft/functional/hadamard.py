@@ -24,12 +24,12 @@ def is_power_of_two(n: int) -> bool:
 
 
 def next_power_of_two(n: int) -> int:
-    """The smallest power of two that is >= n; zero-padding to it keeps dot products."""
+    """Return the smallest power of two >= n; zero-padding to it keeps dot products."""
     return 1 << (n - 1).bit_length()
 
 
 def hadamard_matrix(n: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> torch.Tensor:
-    """H (n, n) by Sylvester's construction, symmetric.
+    """Return H (n, n) by Sylvester's construction, symmetric.
 
     Raises:
         ValueError: n is not a power of two.
@@ -48,7 +48,7 @@ def hadamard_matrix(n: int, dtype: torch.dtype = torch.float32, device: torch.de
 
 
 def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
-    """x H along the last axis; ValueError unless its length is a power of two."""
+    """Compute x H along the last axis; raise ValueError unless its length is a power of two."""
     n = x.shape[-1]
     if not is_power_of_two(n):
         raise ValueError(
@@ -59,7 +59,7 @@ def walsh_hadamard(x: torch.Tensor) -> torch.Tensor:
 
 @dispatched
 def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
-    """x H along the last axis, (..., n) -> (..., n); `walsh_hadamard` has checked that n is a power of two."""
+    """Compute x H along the last axis, (..., n) -> (..., n); `walsh_hadamard` has checked n."""
     n = x.shape[-1]
     lead, done = x.shape[:-1], 1
     for factor in _factors(n):
@@ -75,7 +75,7 @@ def hadamard_transform(x: torch.Tensor) -> torch.Tensor:
 
 
 def _factors(n: int) -> list[int]:
-    """Powers of two of nearly equal size, each at most RADIX, with product n."""
+    """Return powers of two of nearly equal size, each at most RADIX, with product n."""
     bits = n.bit_length() - 1
     parts = max(1, math.ceil(bits / math.log2(RADIX)))
     return [2 ** (bits // parts + (index < bits % parts)) for index in range(parts)]
@@ -87,12 +87,12 @@ HADAMARD_FAST_FROM = 1024
 
 
 def hadamard_rotation(x: torch.Tensor, signs: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """`scale` times the rotated vectors x D_1 H ... D_t H, one rotation per block: (..., n) -> (..., blocks, n).
+    """Compute `scale` times the rotated x D_1 H ... D_t H, one rotation per block: (..., n) -> (..., blocks, n).
 
     Args:
         x: (..., n), n a power of two.
-        signs: D_1, ..., D_t of each block, (t, blocks, n); D_1 acts first. Without factors, x repeated.
-        scale: multiplies the result; it and the normalisation ride on the signs, at no cost.
+        signs: D_1, ..., D_t of each block, (t, blocks, n); D_1 acts first. Without factors, x is repeated.
+        scale: factor on the result; it and the normalisation are absorbed into the signs, at no cost.
     """
     factors, blocks, n = signs.shape
     x = x.unsqueeze(-2).expand(*x.shape[:-1], blocks, n)
@@ -105,7 +105,7 @@ def hadamard_rotation(x: torch.Tensor, signs: torch.Tensor, scale: float = 1.0) 
 def fastfood_product(
     x: torch.Tensor, signs: torch.Tensor, permutation: torch.Tensor, gaussian: torch.Tensor, scaling: torch.Tensor
 ) -> torch.Tensor:
-    """x Vᵀ with V = n^-½ S H G Π H B per block, H unnormalised (Le et al. 2013): (..., n) -> (..., blocks, n).
+    """Compute x Vᵀ with V = n^-½ S H G Π H B per block, H unnormalised (Le et al. 2013): (..., n) -> (..., blocks, n).
 
     B, G and S (`signs`, `gaussian`, `scaling`) are (blocks, n). Π is `permutation`, indices (blocks · n,) into all
     blocks laid end to end: output k reads input permutation[k].

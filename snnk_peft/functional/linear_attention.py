@@ -1,4 +1,4 @@
-"""Attention in linear time: softmax weights replaced by φ(q)·ψ(k), so that sums over keys are shared by all queries.
+"""Attention in linear time: softmax weights replaced by φ(q)·ψ(k), so that all queries share sums over keys.
 
     out_i = Σ_j φ(q_i)·ψ(k_j) v_j / Σ_j φ(q_i)·ψ(k_j)  =  φ(q_i) S / φ(q_i) z,     S = Σ_j ψ(k_j) v_jᵀ,  z = Σ_j ψ(k_j)
 
@@ -6,17 +6,17 @@
 with H a multiple of G (grouped-query attention); a mask (B, N) is True where a key counts. Cost O((L + N) m D) per
 head; memory O(L (m + D)).
 
-What enters are features, not queries and keys: masks act on ψ(k), since ψ(0) is not zero. A factor common to the
-features of one query cancels; of the keys only one number per batch entry and head may be taken out (`common_scale`):
-taking out a maximum per key would silently weigh the keys. Sums are accumulated in at least fp32, also under autocast.
+The inputs are features, not queries and keys: masks act on ψ(k), since ψ(0) is not zero. A factor common to the
+features of one query cancels; from the keys only one number per batch entry and head may be taken out (`common_scale`):
+a maximum per key would silently reweight the keys. Sums are accumulated in at least fp32, also under autocast.
 A query whose keys are all masked gives 0.
 
-**Causal**, query i sees keys 0 to i. Within a chunk the weights are formed and cut to the lower triangle; what lies
+**Causal**, query i sees keys 0 to i. Within a chunk the weights are formed and cut to the lower triangle; everything
 before it enters through S and z, which are carried from call to call. Time O(L m D + L (m + D) chunk) per head and
-(L/chunk)² m D for the prefixes, which callers keep small by handing over the state from one block of chunks to the
-next; memory O(L (m + D + chunk)). One scale for all keys would let a large key erase rows before it that never see it:
+(L/chunk)² m D for the prefixes, which callers keep small by passing the state from one block of chunks to the
+next; memory O(L (m + D + chunk)). With one scale for all keys, a large key would erase earlier rows that never see it:
 at ten times the norms of BERT, the scales s_j of ψ(k_j) = e^{s_j} ψ̃(k_j) span hundreds. So each row has the scale ρ_i
-= max_{j<=i} s_j, each prefix the largest of its keys, and every exponential taken is that of a difference <= 0.
+= max_{j<=i} s_j, each prefix the largest of its keys, and every exponential is of a difference <= 0.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from snnk_peft.functional.precision import full_precision, wide
 
 
 class AttentionState(NamedTuple):
-    """Sums over keys; their size does not depend on how many there were.
+    """Sums over keys; their size does not depend on the number of keys.
 
     Attributes:
         values: S (B, G, m, D) in at least fp32.
         normaliser: z (B, G, m).
-        log_scale: (B, G, 1), the true sums are S and z times exp(log_scale). −∞ where no key counted so far: zeros
-            have no scale, and a finite one would make later, smaller keys vanish beside it.
+        log_scale: (B, G, 1); the true sums are S and z times exp(log_scale). −∞ if no key has counted so far: zeros
+            have no scale, and a finite one would make later, smaller keys vanish next to it.
     """
 
     values: Tensor
@@ -49,11 +49,11 @@ class AttentionState(NamedTuple):
 def common_scale(
     values: Tensor, log_scale: Tensor | None, mask: Tensor | None = None, *, overwrite: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Features (B, G, N, m) of keys in at least fp32 with one scale per batch entry and head, and its logarithm (B, G,
+    """Return key features (B, G, N, m) in at least fp32 with one scale per batch entry and head, and its log (B, G,
     1).
 
     The features are values · exp(log_scale), for values (B, G, N, m) and a scale broadcastable to (B, G, N, 1), None
-    for 0. Masked keys become 0 and do not count for the scale, which is −∞ where no key counts. `overwrite`: whether
+    for 0. Masked keys become 0 and do not affect the scale, which is −∞ where no key counts. `overwrite`: whether
     `values` may hold the result where no gradient is needed: fresh memory of this size costs more than the product.
     """
     values = wide(values)
@@ -73,17 +73,17 @@ def common_scale(
 
 
 def finite(log_scale: Tensor) -> Tensor:
-    """0 for −∞: zeros may have any scale."""
+    """Replace −∞ by 0: zeros may have any scale."""
     return torch.where(log_scale.isfinite(), log_scale, 0.0)
 
 
 def grouped(q: Tensor, groups: int) -> Tensor:
-    """(B, H, L, m) -> (B, G, H/G, L, m)."""
+    """Group (B, H, L, m) -> (B, G, H/G, L, m)."""
     return q.unflatten(1, (groups, q.shape[1] // groups))
 
 
 def divide(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide; where no key counts, both are 0 and so is the result."""
+    """Divide; where no key counts, both are 0, and so is the result."""
     return numerator / torch.where(denominator == 0, 1.0, denominator)
 
 
@@ -97,7 +97,7 @@ def key_sums(
     state: AttentionState | None = None,
     overwrite: bool = False,
 ) -> AttentionState:
-    """S and z of these keys (B, G, N, m) and values (B, G, N, D), and of those in `state`; see `common_scale` for the
+    """Sum S and z of these keys (B, G, N, m) and values (B, G, N, D), and those in `state`; see `common_scale` for the
     rest."""
     with full_precision(v):
         k, top = common_scale(k, log_scale, mask, overwrite=overwrite)
@@ -114,7 +114,7 @@ def key_sums(
 
 
 def attend(q: Tensor, state: AttentionState, dtype: torch.dtype) -> Tensor:
-    """Every query attends to every key in `state`: features (B, H, L, m), up to a scale each, -> (B, H, L, D) in
+    """Attend to all keys in `state`: query features (B, H, L, m), each up to a scale, -> (B, H, L, D) in
     `dtype`."""
     with full_precision(q):
         q = grouped(wide(q), state.normaliser.shape[1])
@@ -124,7 +124,7 @@ def attend(q: Tensor, state: AttentionState, dtype: torch.dtype) -> Tensor:
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Every query attends to every key: `attend` to the `key_sums`, in the dtype of v."""
+    """Let every query attend to every key: `attend` to the `key_sums`, in the dtype of v."""
     return attend(q, key_sums(k, v, mask), v.dtype)
 
 
@@ -142,11 +142,11 @@ def causal_linear_attention(
     state: AttentionState | None = None,
     log_scale: Tensor | None = None,
 ) -> tuple[Tensor, AttentionState]:
-    """Query i attends to keys 0..i, and to all keys in `state` before them.
+    """Compute attention of query i to keys 0..i, and to all keys in `state` before them.
 
     Args:
-        q: features of the queries, (B, H, L, m); the scale of each may be left out.
-        k: features of the keys, (B, G, L, m), but for their scales.
+        q: features of the queries, (B, H, L, m); each up to a scale.
+        k: features of the keys, (B, G, L, m), without their scales.
         v: values, (B, G, L, D).
         mask: (B, L) bool, True where a key counts.
         chunk: tokens per chunk.
@@ -169,7 +169,7 @@ def causal_linear_attention(
         if exporting() or padding:
             q, keys, values = (torch.nn.functional.pad(t, (0, 0, 0, padding)) for t in (q, keys, values))
             scales = None if scales is None else torch.nn.functional.pad(scales, (0, padding), value=float("-inf"))
-        # Contiguous: what is used in two products would be copied for each.
+        # Contiguous, since it would otherwise be copied for each of two products.
         keys, values = (t.contiguous().unflatten(-2, (chunks, chunk)) for t in (keys, values))
         # The queries of all heads of a group are rows of one matrix, chunk by chunk: (B, G, chunks, H/G · chunk, m).
         q = q.unflatten(-2, (chunks, chunk)).transpose(2, 3)
@@ -202,7 +202,7 @@ def causal_linear_attention(
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x · factor, in the memory of x where no gradient is needed: fresh memory costs more than the product."""
+    """Compute x · factor, in place if no gradient is needed: fresh memory costs more than the product."""
     return x * factor if torch.is_grad_enabled() else x.mul_(factor)
 
 
@@ -215,11 +215,11 @@ class Factors(NamedTuple):
 
     Attributes:
         within: e^{s_j − ρ_i}, 0 for j > i: weights within a chunk, (B, G, chunks, chunk, chunk).
-        keys: takes features to the largest scale of their chunk, (B, G, chunks, chunk).
-        queries: takes what a row has from the prefix, at the prefix's scale, to ρ_i; likewise.
-        across: (B, G, chunks + 1, chunks + 1). Row x takes the sums of the state and of each chunk, at their own
+        keys: converts features to the largest scale of their chunk, (B, G, chunks, chunk).
+        queries: converts a row's part from the prefix, at the prefix's scale, to ρ_i; likewise.
+        across: (B, G, chunks + 1, chunks + 1). Row x converts the sums of the state and of each chunk, at their own
             largest scales, to their sum before chunk x (after the last chunk in the last row).
-        scale: of that last sum, (B, G, 1), −∞ where no key counts.
+        scale: scale of that last sum, (B, G, 1), −∞ where no key counts.
     """
 
     within: Tensor
@@ -230,7 +230,7 @@ class Factors(NamedTuple):
 
 
 def _scale_factors(given: Tensor, scales: Tensor) -> Factors:
-    """The factors for scales of keys (B, G, chunks, chunk) after a state of scale `given` (B, G, 1)."""
+    """Compute the factors for scales of keys (B, G, chunks, chunk) after a state of scale `given` (B, G, 1)."""
     chunk, largest = scales.shape[-1], scales.detach().amax(-1)
     own = torch.cat((given.to(scales.dtype), largest), -1)
     seen = own.new_ones(own.shape[-1], own.shape[-1]).tril() > 0

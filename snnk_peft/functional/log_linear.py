@@ -1,8 +1,8 @@
 """Positive features by their logarithms: log f_r(x) = ω_r·x + c_r − |x|²_Q, linear in x but for one number per vector.
 
-All positive estimates of the softmax kernel are of this form (`components/base_exponential.py`). Attention wants the
-logarithms: what several features or tokens have in common can then be taken out before anything is exponentiated, so
-that nothing overflows and nothing that counts vanishes. |x|²_Q = xᵀQx is common to all features of a vector: of queries
+All positive estimates of the softmax kernel are of this form (`components/base_exponential.py`). Attention uses the
+logarithms: common factors of several features or tokens can then be removed before anything is exponentiated, so
+that nothing overflows and nothing that counts vanishes. |x|²_Q = xᵀQx is common to all features of a vector: in queries
 it cancels. Shapes: x (..., L, d), rows (m, d) or (..., m, d), logarithms (..., L, m).
 """
 
@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The logarithm of what does not count, a masked key or no key at all: finite, since −∞ − (−∞) has no value and no
-# gradient, and so far below every other logarithm that its exponential beside one of them is exactly 0.
+# The logarithm for a masked key or no key at all: finite, since −∞ − (−∞) has no value and no
+# gradient, and so far below every other logarithm that its exponential next to one of them is exactly 0.
 ABSENT = -1e9
 
 
@@ -25,7 +25,7 @@ class LogLinear(NamedTuple):
         rows: (m, d), or one per leading index (..., m, d).
         offset: (m,) or (..., m).
         square: Q of |x|², without gradient: one number for Q = square · I, (..., 1, d) for a diagonal, or (..., d, d).
-        signs: ±1 (m,), or None where all are positive.
+        signs: ±1 (m,), or None if all are positive.
         divided: whether the features of a vector are then divided by their sum (a softmax).
     """
 
@@ -40,7 +40,7 @@ class LogLinear(NamedTuple):
         return self._replace(rows=self.rows * factor, square=self.square * factor**2)
 
     def for_each_half(self) -> LogLinear:
-        """Return the features of two batches, one behind the other, given those of one."""
+        """Return the features of two batches, one after the other, given those of one."""
 
         def twice(x: Tensor, alone: int) -> Tensor:
             return torch.cat((x, x)) if x.dim() > alone else x
@@ -50,7 +50,7 @@ class LogLinear(NamedTuple):
 
 
 def stack_heads(parts: list[LogLinear]) -> LogLinear:
-    """Features of several heads as one, for vectors (B, heads, L, d); leading dimensions of each are (B)."""
+    """Stack the features of several heads, for vectors (B, heads, L, d); leading dimensions of each are (B)."""
     if len(parts) == 1:
         return parts[0]
     first = parts[0]
@@ -61,7 +61,7 @@ def stack_heads(parts: list[LogLinear]) -> LogLinear:
     return LogLinear(rows, offset, square, first.signs, first.divided)
 
 
-NOTHING = "snnk_nothing"  # attribute of the offset of keys, zeros, that queries have taken over
+NOTHING = "snnk_nothing"  # marks a key offset of zeros, which the queries have absorbed
 
 
 def both_offsets(queries: LogLinear, keys: LogLinear) -> Tensor:
@@ -79,8 +79,8 @@ def with_one_offset(queries: LogLinear, keys: LogLinear) -> tuple[LogLinear, Log
 
 
 def half_norms(x: Tensor, square: float | Tensor) -> Tensor:
-    """|x|²_Q, (..., L, 1); the plain norm needs no temporary of the size of x."""
-    if not isinstance(square, Tensor) or square.dim() == 0:  # a traced graph makes numbers tensors
+    """Compute |x|²_Q, (..., L, 1); the plain norm needs no temporary of the size of x."""
+    if not isinstance(square, Tensor) or square.dim() == 0:  # a traced graph turns numbers into tensors
         return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() * square
     weighted = x * square if square.shape[-2] == 1 else x @ square
     return (weighted * x).sum(-1, keepdim=True)
@@ -89,7 +89,7 @@ def half_norms(x: Tensor, square: float | Tensor) -> Tensor:
 def key_logarithms(
     k: Tensor, rows: Tensor, square: float | Tensor, mask: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Logarithms of the features of keys (at least fp32), without offset: (B, G, N, d) -> (B, G, N, m), or into `out`.
+    """Compute log features of keys (at least fp32), without offset: (B, G, N, d) -> (B, G, N, m), or into `out`.
 
     Rows are (m, d) or (B, G, m, d); masked keys (B, N) get ABSENT. The caller may overwrite the result.
     """
@@ -100,7 +100,7 @@ def key_logarithms(
 
 
 def common_logarithm(q: Tensor, features: LogLinear, groups: int) -> Tensor:
-    """The logarithm that `query_logarithms` leaves out, common to all features of a query, (B, H, L), for G groups."""
+    """Return the logarithm that `query_logarithms` omits, common to a query's features, (B, H, L), for G groups."""
     common = -half_norms(q.unflatten(1, (groups, -1)).flatten(2, 3), features.square).reshape(q.shape[:-1])
     if not features.divided:
         return common
@@ -109,6 +109,6 @@ def common_logarithm(q: Tensor, features: LogLinear, groups: int) -> Tensor:
 
 
 def query_logarithms(q: Tensor, rows: Tensor, groups: int, out: Tensor | None = None) -> Tensor:
-    """Logarithms of the features of queries, without offset: (B, H, L, d) -> (B, G, H/G, L, m), likewise."""
+    """Compute log features of queries, without offset: (B, H, L, d) -> (B, G, H/G, L, m), likewise."""
     q = q.unflatten(1, (groups, -1))
     return torch.matmul(q, rows.mT if rows.dim() == 2 else rows.mT.unsqueeze(-3), out=out)

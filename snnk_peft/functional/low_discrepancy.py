@@ -18,12 +18,12 @@ import torch
 
 from snnk_peft.functional.random_numbers import random_permutation, random_words, uniform_numbers
 
-UNIT_BITS = 30  # resolution of the Sobol engine; Halton digits go as far
+UNIT_BITS = 30  # resolution of the Sobol engine; Halton digits have the same
 MAX_SOBOL_DIM = 21201
 
 
 def sobol(count: int, dim: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The first `count` < 2³⁰ points of Sobol's sequence, scrambled if a generator is given; dim up to
+    """Return the first `count` < 2³⁰ points of Sobol's sequence, scrambled if a generator is given; dim up to
     MAX_SOBOL_DIM."""
     if generator is None:
         return torch.quasirandom.SobolEngine(dim).fast_forward(1).draw(count, dtype=torch.float64)
@@ -32,12 +32,12 @@ def sobol(count: int, dim: int, generator: torch.Generator | None = None) -> tor
     points = engine.draw(count, dtype=torch.float64)
     # torch rounds the first point, which is the shift of the scrambling, to the default dtype.
     points[0] = engine.shift.double() / 2**UNIT_BITS
-    # The lower end of a cell of width 2⁻³⁰: its middle is never 0, and makes the mean exactly ½.
+    # Points are lower ends of cells of width 2⁻³⁰; their middles are never 0, and make the mean exactly ½.
     return points + 2.0 ** -(UNIT_BITS + 1)
 
 
 def halton(count: int, dim: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """The first `count` < 2³⁰ points of Halton's sequence, scrambled if a generator is given."""
+    """Return the first `count` < 2³⁰ points of Halton's sequence, scrambled if a generator is given."""
     first = 1 if generator is None else 0
     index = torch.arange(first, first + count, device="cpu")
     columns = [_radical_inverse(index, base, generator) for base in first_primes(dim)]
@@ -49,11 +49,11 @@ def halton(count: int, dim: int, generator: torch.Generator | None = None) -> to
 
 
 def _radical_inverse(index: torch.Tensor, base: int, generator: torch.Generator | None) -> torch.Tensor:
-    """The digits of `index` in `base`, mirrored: numbers in [0, 1)."""
+    """Mirror the digits of `index` in `base`: numbers in [0, 1)."""
     value, unit = torch.zeros(index.shape, dtype=torch.float64, device="cpu"), 1.0
     for _ in range(math.ceil(UNIT_BITS / math.log2(base))):
         digit, index, unit = index % base, index // base, unit / base
-        if generator is not None:  # zeros in front are digits too: without moving them, first points stay near 0
+        if generator is not None:  # leading zeros are digits too: unpermuted, first points stay near 0
             digit = random_permutation(base, generator)[digit]
         value += digit.double() * unit
     if generator is not None:
@@ -62,7 +62,7 @@ def _radical_inverse(index: torch.Tensor, base: int, generator: torch.Generator 
 
 
 def first_primes(count: int) -> list[int]:
-    """2, 3, 5, ..."""
+    """Return 2, 3, 5, ..."""
     # p_n < n (ln n + ln ln n) for n >= 6
     limit = 15 if count < 6 else int(count * (math.log(count) + math.log(math.log(count)))) + 1
     prime = bytearray([1]) * (limit + 1)
@@ -73,6 +73,6 @@ def first_primes(count: int) -> list[int]:
 
 
 def normal_points(sequence: str, count: int, dim: int, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Φ⁻¹ of "sobol" or "halton" points, coordinate by coordinate: (count, dim), standard normal if scrambled."""
+    """Return Φ⁻¹ of "sobol" or "halton" points, per coordinate: (count, dim), standard normal if scrambled."""
     points = {"sobol": sobol, "halton": halton}[sequence](count, dim, generator)
     return torch.special.ndtri(points)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def minimize(loss: Callable[..., Tensor], start: Sequence[Tensor], *, steps: int = 300) -> list[Tensor]:
-    """The arguments of the least loss seen, in at most `steps` steps; `start` is not changed.
+    """Return the arguments of the least loss seen in at most `steps` steps; `start` is not changed.
 
-    The loss is of as many tensors as `start` has; a scalar of order 1, differentiable. Tensors it does not use stay.
+    The loss takes as many tensors as `start` has: a differentiable scalar of order 1. Tensors it does not use stay.
     """
     current = [tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_() for tensor in start]
     best = [tensor.detach().clone() for tensor in start]

@@ -1,9 +1,9 @@
 """Exact softmax attention in a band around the diagonal, in O(L·k) time and memory: the near field.
 
-Query i attends to keys j with |i − j| < width (causal: 0 <= i − j < width), and, where they are given, to sinks: a few
-keys beside the band, the first of a text as a rule. Queries are cut into blocks of `width`; all keys that a block can
-see lie in the block itself and its neighbours, so weights are formed for those only. What is known of other keys, their
-mean for each query and the logarithm of their weight beside e^{q·k}, is joined under the same normalisation.
+Query i attends to keys j with |i − j| < width (causal: 0 <= i − j < width), and to sinks, if given: a few
+keys outside the band, usually the first of a text. Queries are cut into blocks of `width`; all keys that a block can
+see lie in the block itself and its neighbours, so weights are formed for those only. A summary of other keys, their
+mean for each query and the logarithm of their weight relative to e^{q·k}, shares the same normalisation.
 
 Shapes: q (B, H, L, d), k and v (B, G, L, d), H a multiple of G; mask (B, L) True where a key counts -> (B, H, L, D).
 A query that sees no key gives 0.
@@ -25,10 +25,10 @@ from snnk_peft.functional.precision import full_precision, wide
 
 
 class Sinks(NamedTuple):
-    """Keys (B, G, s, d) and values (B, G, s, D) that are seen whatever their distance.
+    """Keys (B, G, s, d) and values (B, G, s, D) that are seen at any distance.
 
     Attributes:
-        known: (B, L or 1) integers, how many of the first of them a query sees.
+        known: (B, L or 1) integers, number of the first ones that a query sees.
     """
 
     keys: Tensor
@@ -46,10 +46,10 @@ def banded_softmax_attention(
     causal: bool = False,
     scaling: float = 1.0,
 ) -> Tensor:
-    """`near_attention` without sinks and far keys.
+    """Compute `near_attention` without sinks and far keys.
 
     Raises:
-        ConfigError: width < 1, or as many keys as queries are not given.
+        ConfigError: width < 1, or the numbers of keys and queries differ.
     """
     length = q.shape[-2]
     faults = []
@@ -77,7 +77,7 @@ def near_attention(
     sinks: Sinks | None = None,
     far: tuple[tuple[Tensor, Tensor], ...] = (),
 ) -> Tensor:
-    """Softmax over the band, the sinks and the summary of the other keys.
+    """Compute softmax over the band, the sinks and the summary of the other keys.
 
     Args:
         q: queries (B, H, L, d).
@@ -87,8 +87,8 @@ def near_attention(
         mask: bool, True where a key counts; (B, L) or (B, width + L).
         causal: only keys at or before the query.
         scaling: factor on q·k.
-        sinks: keys beside the band, which the mask does not count.
-        far: of other sets of keys, means (B, H, L, D) and logarithms of weights (B, H, L), in at least fp32; about
+        sinks: keys outside the band, which the mask does not include.
+        far: for other sets of keys, means (B, H, L, D) and logarithms of weights (B, H, L), in at least fp32; about
             ABSENT where a query sees none of a set.
 
     Returns:
@@ -103,7 +103,7 @@ def near_attention(
         counts = torch.ones(1, k.shape[-2], dtype=torch.bool, device=q.device) if mask is None else mask
         queries = torch.nn.functional.pad(queries, (0, 0, 0, blocks * size - length)).unflatten(-2, (blocks, size))
         lead = width if earlier else size  # keys of a window before the first query of its block
-        if earlier and size < width:  # one block, which sees all there is
+        if earlier and size < width:  # one block, which sees all keys
             keys, values, counts = keys.unsqueeze(-3), values.unsqueeze(-3), counts.unsqueeze(-2)
         else:
             front, neighbours = 0 if earlier else size, 1 if causal else 2
@@ -137,16 +137,16 @@ def near_attention(
 
 
 def mean_over_all(fields: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Means (B, H, L, D) over several sets of keys, each with the logarithm of its weight, as one mean over all."""
+    """Combine means (B, H, L, D) over several sets of keys, each with the logarithm of its weight."""
     shares = torch.stack([weights for _, weights in fields], -1).softmax(-1).unsqueeze(-2).unbind(-1)
     first, *others = (share * out for share, (out, _) in zip(shares, fields, strict=True))
     return sum(others, first)
 
 
 def _windows(x: Tensor, size: int, blocks: int, neighbours: int, front: int) -> Tensor:
-    """(..., n, d) -> (..., blocks, (1 + neighbours) · size, d): each block with the one before (and the one after).
+    """Split (..., n, d) -> (..., blocks, (1 + neighbours) · size, d): each block, the previous one (and the next).
 
-    `front` is `size` if x begins with the first block, 0 if with the one before.
+    `front` is `size` if x begins with the first block, 0 if with the previous one.
     """
     total = (blocks + neighbours) * size
     x = torch.nn.functional.pad(x, (0, 0, front, total - front - x.shape[-2]))

@@ -36,7 +36,7 @@ DEGREE = 64
 
 
 class _Arccosine(torch.autograd.Function):
-    """κ(ρ), whose derivative (π − arccos ρ)/π is finite where those of its terms are not."""
+    """Compute κ(ρ), whose derivative (π − arccos ρ)/π is finite where those of its terms are not."""
 
     @staticmethod
     def forward(ctx: Any, rho: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class _Arccosine(torch.autograd.Function):
 
 
 def relu_similarity(rho: Tensor) -> Tensor:
-    """κ(ρ) = (√(1−ρ²) + (π − arccos ρ)ρ)/π of correlations in [−1, 1]: 2 E[relu(u) relu(v)]."""
+    """Compute κ(ρ) = (√(1−ρ²) + (π − arccos ρ)ρ)/π of correlations in [−1, 1]: 2 E[relu(u) relu(v)]."""
     return _Arccosine.apply(rho)
 
 
@@ -69,7 +69,7 @@ def _density(z: Tensor) -> Tensor:
 
 
 def _orthant(h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
-    """Φ₂(h, k; ρ) = P(u > −h, v > −k), by Plackett's identity with Gauss-Legendre nodes for the integral:
+    """Compute Φ₂(h, k; ρ) = P(u > −h, v > −k), by Plackett's identity with Gauss-Legendre nodes for the integral:
 
     Φ(h)Φ(k) + (1/2π) ∫₀^{arcsin ρ} exp(−(h² + k² − 2hk sin θ)/(2cos²θ)) dθ.
     """
@@ -83,13 +83,13 @@ def _orthant(h: Tensor, k: Tensor, rho: Tensor) -> Tensor:
 
 
 def relu_mean(std: Tensor, mean: Tensor) -> Tensor:
-    """E[relu(mean + std·u)], broadcast."""
+    """Compute E[relu(mean + std·u)], broadcast."""
     z = mean / std.clamp_min(1e-150)
     return mean * torch.special.ndtr(z) + std * _density(z)
 
 
 def shifted_relu_moment(s1: Tensor, s2: Tensor, rho: Tensor, m1: Tensor, m2: Tensor) -> Tensor:
-    """E[relu(m₁ + s₁u) relu(m₂ + s₂v)], s >= 0, broadcast; right to about 1e-8 of s₁s₂, gradients included.
+    """Compute E[relu(m₁ + s₁u) relu(m₂ + s₂v)], s >= 0, broadcast; exact to about 1e-8 of s₁s₂, also gradients.
 
     With h = m₁/s₁, k = m₂/s₂, q = √(1−ρ²), n and Φ the normal density and distribution, and Φ₂ that of the pair,
 
@@ -152,7 +152,7 @@ class Nonlinearity(NamedTuple):
         shifted_kernel: closed form (s₁, s₂, ρ, m₁, m₂) -> E[f(m₁ + s₁u) f(m₂ + s₂v)], or None.
         homogeneous: f(cz) = c f(z) for c > 0.
         smooth: analytic near the real line, so that few quadrature nodes are exact.
-        known: of this package, so that what is derived from it may be kept.
+        known: part of this package, so that derived values may be cached.
     """
 
     function: Function
@@ -227,7 +227,7 @@ def quadrature_nodes(f: Nonlinearity, std: Tensor, kinked: int = 2048) -> int:
 
 
 def unit_coefficients(f: Nonlinearity, std: Tensor, mean: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """c_k (n, DEGREE + 1) and E[f²] (n,) of the units f(mean_i + std_i u), differentiable; `nodes` as in
+    """Compute c_k (n, DEGREE + 1) and E[f²] (n,) of units f(mean_i + std_i u), differentiable; `nodes` as in
     `gaussian_nodes`."""
     points, weights = gaussian_nodes(nodes, std.device)
     polynomials = (hermite_polynomials(points, DEGREE) * weights).T
@@ -238,7 +238,7 @@ def unit_coefficients(f: Nonlinearity, std: Tensor, mean: Tensor, nodes: int) ->
 def dual_moment(
     f: Nonlinearity, s1: Tensor, s2: Tensor, rho: Tensor, m1: Tensor | None = None, m2: Tensor | None = None
 ) -> Tensor:
-    """E[f(m₁ + s₁u) f(m₂ + s₂v)], elementwise; all arguments broadcast, means of None are 0.
+    """Compute E[f(m₁ + s₁u) f(m₂ + s₂v)], elementwise; all arguments broadcast, means of None are 0.
 
     Without a closed form it is Σ_k c_k(m₁, s₁) c_k(m₂, s₂) ρ^k (Mehler's formula) up to degree 64, plus √(e₁e₂) ρ^65
     with e the energy E[f²] beyond that degree: exact at ρ = 1 for equal units, and elsewhere wrong by less than √(e₁e₂)
@@ -263,7 +263,7 @@ def dual_moment(
 
 
 def _beyond(coefficients: Tensor, energy: Tensor) -> Tensor:
-    """The root of the energy beyond the last degree; the square root has no gradient at 0."""
+    """Compute the root of the energy beyond the last degree; the square root has no gradient at 0."""
     rest = energy - coefficients.square().sum(1)
     present = rest > 1e-13 * energy
     return torch.where(present, torch.where(present, rest, 1.0).sqrt(), 0.0)

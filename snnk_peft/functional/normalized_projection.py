@@ -1,7 +1,7 @@
 """Projections of normalised vectors without ever forming them: LN(x) Wᵀ = rstd(x) · x W̃ᵀ.
 
 LN(x) = (x − mean(x)) · rstd(x) over the last axis, rstd = 1/√(var(x) + ε). Subtracting each row's mean from W, W̃,
-takes the place of subtracting mean(x), so only one number per vector is left of the normalisation. A layer norm would
+replaces subtracting mean(x), so all that remains of the normalisation is one number per vector. A layer norm would
 write and read x once more, forward and backward; with a few features that is most of the cost.
 
 Shapes: x (..., dim), W (m, dim) -> (..., m). Gradients flow to x only: W is a frozen random matrix.
@@ -22,7 +22,7 @@ EPSILON = 1e-5
 
 @dispatched
 def normalized_linear(x: Tensor, weight: Tensor, eps: float = EPSILON) -> Tensor:
-    """LayerNorm (without weights, with ε = `eps`) of x (..., dim), times Wᵀ: (..., m), in the dtype of x."""
+    """Compute LayerNorm (without weights, ε = `eps`) of x (..., dim), times Wᵀ: (..., m), in the dtype of x."""
     weight = weight.to(torch.promote_types(weight.dtype, x.dtype))
     centred = weight - weight.mean(-1, keepdim=True)
     if torch.is_grad_enabled() and x.requires_grad:
@@ -41,9 +41,9 @@ def _forward(x: Tensor, centred: Tensor, eps: float) -> tuple[Tensor, Tensor, Te
 
 
 class _NormalizedLinear(torch.autograd.Function):
-    """z, mean and rstd, with a backward pass of one elementwise product and one matrix product.
+    """Compute z, mean and rstd, with a backward pass of one elementwise product and one matrix product.
 
-    With g = rstd · dz and c = −rstd² Σ_i dz_i z_i / dim:  dx = g W̃ + c (x − mean). The mean rides along as one more
+    With g = rstd · dz and c = −rstd² Σ_i dz_i z_i / dim:  dx = g W̃ + c (x − mean). The mean is computed as one more
     column of g against a row of ones.
     """
 

@@ -1,4 +1,4 @@
-"""Softmax attention over all keys: who sees whom, and the exact attention of key heads that keep it.
+"""Softmax attention over all keys: its mask, and the exact attention of key heads that keep it.
 
 Shapes: q (B, H, L, d), the last L positions; k (B, G, N, d) and v (B, G, N, D), H a multiple of G -> (B, H, L, D).
 """
@@ -17,7 +17,7 @@ def pairwise_mask(
     causal: bool,
     window: int | None = None,
 ) -> torch.Tensor | None:
-    """The (B, 1, L, N) mask of softmax attention; rows without a key see all (and mean nothing).
+    """Return the (B, 1, L, N) mask of softmax attention; rows without a key see all (and mean nothing).
 
     Args:
         mask: (B, N) bool, True where a key counts, or None.
@@ -45,7 +45,7 @@ def pairwise_mask(
 
 
 def causal_softmax_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Causal attention of the last L positions to all keys before them; mask (B, N) is True where a key counts."""
+    """Compute causal attention of the last L positions to all earlier keys; mask (B, N) is True where a key counts."""
     repeats, length = q.shape[1] // k.shape[1], q.shape[2]
     attend = torch.nn.functional.scaled_dot_product_attention
     if length == 1:  # query heads of a group as queries of one head: a long cache is not copied for each of them

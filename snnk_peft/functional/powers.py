@@ -16,19 +16,19 @@ from snnk_peft.functional.precision import wide
 
 
 def log_abs(x: Tensor) -> Tensor:
-    """log|x|, with a number for zero that is finite (0 · log 0 = 0, as 0⁰ = 1) and yet makes any power vanish."""
+    """Compute log|x|, with a finite number for zero (0 · log 0 = 0, as 0⁰ = 1) that still makes any power vanish."""
     tiny = torch.finfo(x.dtype).tiny
     return torch.where(x == 0, -1e4, x.abs().clamp_min(tiny).log())
 
 
 def sign_of_powers(x: Tensor, projection: Callable[[Tensor], Tensor]) -> Tensor:
-    """±1: the sign of Π_l x_l^{k_l}, (..., m)."""
+    """Return ±1, the sign of Π_l x_l^{k_l}, (..., m)."""
     negatives = projection((x < 0).to(wide(x).dtype)).detach()
     return 1 - 2 * torch.remainder(negatives.round(), 2)
 
 
 def symmetric_square(x: torch.Tensor) -> torch.Tensor:
-    """The distinct entries of x⊗x, in the order (1, 1), (1, 2), ..., (1, d), (2, 2), ..."""
+    """Return the distinct entries of x⊗x, in the order (1, 1), (1, 2), ..., (1, d), (2, 2), ..."""
     first, second = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
     weights = (1 + (first != second).to(x.dtype)).sqrt()
     return x[..., first] * x[..., second] * weights

@@ -9,12 +9,12 @@ import torch
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in fp32 if it is narrower, else as it is."""
+    """Return x in fp32 if it is narrower, else unchanged."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
 def full_precision(x: torch.Tensor) -> AbstractContextManager[object]:
-    """Switches autocast off for the device of x: a bf16 product before an exponential is off by several per cent."""
+    """Switch autocast off for the device of x: a bf16 product before an exponential is off by several per cent."""
     if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return contextlib.nullcontext()  # torch.export cannot read back one inside another
     return torch.autocast(x.device.type, enabled=False)

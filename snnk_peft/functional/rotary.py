@@ -1,8 +1,8 @@
-"""Rotary positions (Su et al. 2021, RoFormer eq. 15) taken off queries and keys again.
+"""Rotary positions (Su et al. 2021, RoFormer eq. 15) removed from queries and keys again.
 
-A rotary position p turns the pair (x_i, x_{i+r/2}) of the first r numbers of a query or key by the angle p·θ_i, and
-leaves the rest as it is. q·k then depends on the distance of the two alone, but a sum over keys of a feature of k holds
-each key as it was turned. Here, keys are put to position 0, and queries to one distance from all of them.
+A rotary position p rotates the pair (x_i, x_{i+r/2}) of the first r numbers of a query or key by the angle p·θ_i, and
+leaves the rest unchanged. q·k then depends only on the distance of the two, but a sum of features over keys contains
+each key as rotated. Here, keys are moved to position 0, and queries to one distance from all of them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Rotary:
         self._theta = torch.tensor(self.frequencies, dtype=torch.float64, device="cpu")
 
     def keys(self, k: Tensor, positions: Tensor) -> Tensor:
-        """Keys (B, G, t, d) at positions (B or 1, t), as if at 0."""
+        """Move keys (B, G, t, d) at positions (B or 1, t) to position 0."""
         return self._turned(k, -positions)
 
     def queries(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Queries (B, H, L, d) at positions (B or 1, L), as if at `distance`."""
+        """Move queries (B, H, L, d) at positions (B or 1, L) to `distance`."""
         return self._turned(q, self.distance - positions)
 
     def both(self, q: Tensor, at: Tensor, k: Tensor, key_positions: Tensor) -> tuple[Tensor, Tensor]:
-        """`queries` and `keys` of one token each, their angles formed together."""
+        """Apply `queries` and `keys` to one token each, computing their angles together."""
         cos, sin = self._angles(torch.cat((self.distance - at, -key_positions), 1), q)
         return turned(q, cos[:, :, :1], sin[:, :, :1]), turned(k, cos[:, :, 1:], sin[:, :, 1:])
 
@@ -42,7 +42,7 @@ class Rotary:
         return turned(x, *self._angles(by, x))
 
     def _angles(self, by: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines (B, 1, t, r/2), of angles in float64: at position 100,000 those in float32 are off by
+        """Compute cosines and sines (B, 1, t, r/2) of angles in float64: at position 100,000 float32 is off by
         .01."""
         angles = (by.unsqueeze(-1).double() * self._theta.to(like.device)).unsqueeze(1)
         working = torch.promote_types(like.dtype, torch.float32)
@@ -50,7 +50,7 @@ class Rotary:
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of the first numbers of x (..., d) turned, cosines and sines being (..., r/2)."""
+    """Rotate pairs of the first numbers of x (..., d) by cosines and sines (..., r/2)."""
     half = cos.shape[-1]
     first, second, rest = x.to(cos.dtype).split((half, half, x.shape[-1] - 2 * half), -1)
     parts = (first * cos - second * sin, second * cos + first * sin)

@@ -1,6 +1,6 @@
 """Keys and values of a cache in 8 or 4 bits: a byte or half a byte per number, and two half-precision ones per group.
 
-x ≈ low + step · code, where step = (greatest − least) / (2^bits − 1), of each group of numbers of a vector.
+x ≈ low + step · code, where step = (greatest − least) / (2^bits − 1), for each group of numbers of a vector.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 GROUP = 32  # numbers of a vector that share low and step, at 4 bits; at 8, the whole vector does
 BITS = (8, 4)
-LARGEST = 65504.0  # of half precision
+LARGEST = 65504.0  # the largest half-precision number
 
 
 class Rounded(NamedTuple):
@@ -28,12 +28,12 @@ class Rounded(NamedTuple):
     step: Tensor
 
     def and_then(self, other: Rounded) -> Rounded:
-        """These vectors, and others after them along the last dimension but one."""
+        """Append other vectors along the second-to-last dimension."""
         return Rounded(*(torch.cat(pair, -2) for pair in zip(self, other, strict=True)))
 
 
 def rounded(x: Tensor, bits: int) -> Rounded:
-    """x (..., d), in any dtype; at 4 bits d is even."""
+    """Round x (..., d), in any dtype; at 4 bits d must be even."""
     groups = number_groups(x, bits)
     least, greatest = groups.aminmax(dim=-1)
     low = least.clamp(min=-LARGEST, max=LARGEST).half()
@@ -51,7 +51,7 @@ def restored(given: Rounded, bits: int, dtype: torch.dtype) -> Tensor:
     """Return the values that the codes stand for, (..., d)."""
     codes = given.codes
     if bits == 4:
-        second = (codes.float() / 16).floor()  # ONNX Runtime knows bits of bytes for some operations alone
+        second = (codes.float() / 16).floor()  # ONNX Runtime has bit operations on bytes only in part
         codes = torch.cat((codes.float() - 16 * second, second), -1)
     count = codes.shape[-1]
     groups = number_groups(codes, bits)
@@ -60,7 +60,7 @@ def restored(given: Rounded, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def number_groups(x: Tensor, bits: int) -> Tensor:
-    """(..., d) -> (..., groups, numbers), in float32; the last group is filled up with its last number."""
+    """Split (..., d) -> (..., groups, numbers), in float32; the last group is padded with its last number."""
     size = x.shape[-1] if bits == 8 else min(GROUP, x.shape[-1])
     missing = -x.shape[-1] % size
     x = x.float()
@@ -70,7 +70,7 @@ def number_groups(x: Tensor, bits: int) -> Tensor:
 
 
 def as_rounded(x: Tensor, bits: int | None) -> Tensor:
-    """x after rounding and back; the gradient is that of x itself."""
+    """Round x and convert it back; the gradient is that of x itself."""
     if bits is None:
         return x
     return x + (restored(rounded(x.detach(), bits), bits, x.dtype) - x).detach()

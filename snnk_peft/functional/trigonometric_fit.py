@@ -1,7 +1,7 @@
 """f(z) ≈ β + αz + Σ_k a_k cos ω_k z + c_k sin ω_k z on [−R, R]: discrete atoms with an exact affine part.
 
 GELU, ReLU, tanh and SiLU have no integrable Fourier transform, so the SNNK paper's Eq. 6 has no densities to sample
-from for them. On an interval they have this: ω_k = πk/T with T = 1.5 R (the period is wider than the interval, so
+from. On an interval they have this series: ω_k = πk/T with T = 1.5 R (the period is wider than the interval, so
 nothing has to match at its ends), fitted by least squares. Affine part and slow waves are nearly dependent, so the
 plain least squares fit has large coefficients that cancel (tanh: 60 where 0.6 does), and a random feature pays for each
 of them with variance. So a ridge in proportion to the variance factor is added: the one with the least total standard
@@ -59,7 +59,7 @@ class TrigonometricFit(NamedTuple):
         return self.constant + self.slope * z + waves
 
     def amplitudes(self) -> Tensor:
-        """√(a_k² + c_k²), (K,)."""
+        """Return √(a_k² + c_k²), (K,)."""
         return torch.hypot(self.cosines, self.sines)
 
 
@@ -84,7 +84,7 @@ def fit_trigonometric(
         faults.append(f"atoms is {atoms!r}; expected an integer >= 1")
     if faults:
         raise ConfigError(faults)
-    # Only these are known to stay what they are; a function of the user may have weights that are trained.
+    # Only these are known not to change; a user's function may have weights that are trained.
     known = any(function is member for member in ACTIVATIONS.values())
     return (_fit_once if known else _fit)(function, radius, atoms, reach)
 
@@ -106,7 +106,7 @@ def _fit(function: Callable[[Tensor], Tensor], radius: float, atoms: int, reach:
 
 
 @functools.lru_cache(maxsize=256)
-@torch.inference_mode(False)  # so that a fit first made without gradients serves with them
+@torch.inference_mode(False)  # so that a fit first made without gradients can be used with them
 def _fit_once(function: Callable[[Tensor], Tensor], radius: float, atoms: int, reach: float) -> TrigonometricFit:
     return _fit(function, radius, atoms, reach)
 

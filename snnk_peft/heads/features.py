@@ -1,13 +1,13 @@
-"""Features of a task head: hidden states of any layers, pooled over the tokens that are not padding.
+"""Features of a task head: hidden states of any layers, pooled over the unpadded tokens.
 
     φ = [pool₁(h_{l₁}), pool₂(h_{l₂}), ...]        and, through a feature map,  [Φ(φ), φ]
 
-For pairs of texts also |a − b| ("apart") and a ⊙ b ("product") of the means a and b over each text's tokens: the
-difference between two texts is not a linear function of the mean over both.
+For pairs of texts there are also |a − b| ("apart") and a ⊙ b ("product") of the means a and b over each text's tokens:
+the difference between two texts is not a linear function of the mean over both.
 
 h₀ are the embeddings and h_l the output of layer l, as in transformers' `hidden_states`; l < 0 counts from the last.
-One vector of a pretrained model rarely holds everything that a task needs ([CLS] of a model trained on means is nearly
-constant); several layers, and maxima in addition to means, cost nothing extra in one forward pass.
+One vector of a pretrained model rarely holds everything a task needs ([CLS] of a model trained on means is nearly
+constant). Several layers, and maxima in addition to means, add no cost to the one forward pass.
 
 Shapes: hidden states (B, L, width), mask (B, L), φ (B, views · width).
 """
@@ -95,13 +95,13 @@ def pooled(hidden: Tensor, mask: Tensor | None, pool: str, second: Tensor | None
 
 @dataclass(frozen=True)
 class HeadFeatures:
-    """Choice of the features that a task head reads.
+    """The features that a task head reads.
 
     Args:
         views: pairs (layer, pool): the hidden state, and how its tokens become one vector ("mean", "max", "first",
             "last"; for pairs of texts also "apart" and "product").
-        feature_map: component, projection, num_features and other fields of a FeatureMapSpec, without `dim`: the
-            features of the vectors under this map are then added. None for the vectors alone.
+        feature_map: component, projection, num_features and other fields of a FeatureMapSpec, without `dim`; adds the
+            features of the vectors under this map. None for the vectors alone.
 
     Example:
         >>> HeadFeatures([(2, "mean"), (-1, "mean"), (-1, "max")]).width(384)
@@ -131,10 +131,10 @@ class HeadFeatures:
     def across(cls, layers: int, feature_map: Mapping[str, Any] | None = None, *, pairs: bool = False) -> HeadFeatures:
         """Choose the means after a third, two thirds and all of the layers, and the maximum after the last.
 
-        With `pairs` of texts, also the difference between the two after two thirds and all of the layers.
+        For `pairs` of texts, add the difference between the two after two thirds and all of the layers.
 
         Raises:
-            ConfigError: `layers` is no integer >= 1.
+            ConfigError: `layers` is not an integer >= 1.
 
         Example:
             >>> HeadFeatures.across(6).views
@@ -147,10 +147,10 @@ class HeadFeatures:
 
     @classmethod
     def means(cls, layers: int, *, pairs: bool = False) -> HeadFeatures:
-        """Choose the means after each layer; for `pairs` of texts also the difference between the two texts' means.
+        """Choose the means after each layer and, for `pairs` of texts, the difference between the two means.
 
         Raises:
-            ConfigError: `layers` is no integer >= 1.
+            ConfigError: `layers` is not an integer >= 1.
 
         Example:
             >>> HeadFeatures.means(2, pairs=True).views
@@ -161,7 +161,7 @@ class HeadFeatures:
 
     @property
     def of_pairs(self) -> bool:
-        """Whether a view needs to know which of two texts a token belongs to."""
+        """True if a view needs to know which of two texts a token belongs to."""
         return any(pool in PAIR_POOLS for _, pool in self.views)
 
     def width(self, hidden: int) -> int:
@@ -217,8 +217,10 @@ class HeadReader(nn.Module):
     def forward(
         self, hidden_states: Sequence[Tensor], mask: Tensor | None = None, second: Tensor | None = None
     ) -> Tensor:
-        """Compute (B, out_dim) from hidden states (B, L, width), with masks (B, L) of all tokens and of the second
-        text."""
+        """Compute (B, out_dim) from hidden states (B, L, width).
+
+        The masks (B, L) are those of all tokens and of the second text.
+        """
         views = self.features.views
         found = torch.cat([pooled(hidden_states[layer], mask, pool, second) for layer, pool in views], -1)
         return found if self.stage is None else self.stage(found)

@@ -7,7 +7,7 @@
                 t > 0 is the one missing parameter. It minimises the negative log-likelihood of *leave-one-out* scores,
                 which need no further fit: y − (y − Hy)/(1 − h).
 
-Everything follows from moments, except t, which needs the vectors of some fitted examples.
+Everything follows from moments except t, which needs the vectors of some fitted examples.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.heads.targets import as_tensor, as_vectors, class_indices, fit_notes, require_finite
 from snnk_peft.solvers.ridge_posterior import RidgePosterior, cross_validated
 
-# From shrinking all columns to interpolating: hidden states have a few directions that hold nearly all of the variance,
-# so with as many examples as columns the best ridge is far above their mean, the unit of a ridge.
+# From shrinking all columns to interpolating. A few directions of hidden states hold nearly all of the variance, so
+# with as many examples as columns the best ridge is far above their mean, the unit of a ridge.
 HEAD_RIDGES = tuple(10 ** (exponent / 2) for exponent in range(6, -17, -1))
 LEAST = 2  # examples
-SHARPEST = 7.0  # log t at most; scores that separate all examples would ask for infinity
+SHARPEST = 7.0  # maximum log t; scores that separate all examples would need infinity
 CONSTANT = 1e-10  # a column whose standard deviation is below this share of its mean's size is constant
 
 
@@ -44,7 +44,7 @@ class HeadFitReport:
         ridge: λ as a fraction of the mean variance sum of the (standardised) columns.
         cross_validated: generalised cross-validation error, relative to the variance of the targets.
         degrees: effective number of parameters of each output.
-        temperature: t, or None while it is unknown.
+        temperature: t, or None while unknown.
     """
 
     examples: int
@@ -67,20 +67,20 @@ class FittedHead:
     """The optimal head for given statistics.
 
     Args:
-        statistics: statistics of the examples; later changes to them have no effect.
+        statistics: statistics of the examples; changing them later has no effect.
         ridges: candidates above 0, as fractions of the mean diagonal of the standardised Gram matrix; the one with the
             smallest generalised cross-validation error is chosen.
 
     Attributes:
-        weight: A (outputs, width), for vectors as they are; fp64.
+        weight: A (outputs, width), for unscaled vectors; fp64.
         bias: a (outputs,).
         temperature: t, or None before `temper`.
 
     Raises:
-        ConfigError: no candidates, or non-positive ones; fewer than two examples.
+        ConfigError: no candidates, or candidates <= 0; fewer than two examples.
 
     Warns:
-        NumericalWarning: vectors that are all the same, or classes without examples.
+        NumericalWarning: all vectors are the same, or classes have no examples.
 
     Example:
         >>> import torch
@@ -131,7 +131,7 @@ class FittedHead:
         """Compute scores, (n, width) -> (n, outputs) in fp64: regression targets, or classes by the largest score.
 
         Raises:
-            ConfigError: vectors of another width, or with NaN or infinity; so do the other methods.
+            ConfigError: vectors of another width, or with NaN or infinity; as in the other methods.
         """
         return self._read(vectors) @ self.weight.T + self.bias
 
@@ -140,18 +140,20 @@ class FittedHead:
         return self.posterior.variance(self._read(vectors) * self._scale)
 
     def leave_one_out(self, vectors: Any, targets: Any) -> Tensor:
-        """Return scores (n, outputs) of fitted examples (as in `HeadStatistics.add`), each from a head fitted without
-        it."""
+        """Return scores (n, outputs) of fitted examples, each from a head fitted without it.
+
+        Arguments as in `HeadStatistics.add`.
+        """
         vectors, wanted = self._read(vectors), self._targets(targets).to(self._scale.device)
         if len(vectors) != len(wanted):
             raise ConfigError(f"{len(vectors)} vectors and {len(wanted)} targets were given; expected as many of each")
         return wanted - self.posterior.leave_one_out(vectors * self._scale, wanted)
 
     def temper(self, examples: Iterable[tuple[Any, Any]]) -> None:
-        """Find t from pairs (vectors, targets) that were fitted: all, or a few hundred of them.
+        """Find t from fitted pairs (vectors, targets): all, or a few hundred of them.
 
         Raises:
-            ConfigError: a regression head, or there are no examples.
+            ConfigError: a regression head, or no examples.
         """
         if self.kind == "numbers":
             raise ConfigError("a regression head has no probabilities; expected kind 'classes' or 'labels'")
@@ -190,10 +192,9 @@ class FittedHead:
 
 
 def expected_calibration_error(probabilities: Any, labels: Any, bins: int = 15) -> float:
-    """Compute Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015) of probabilities (n, classes),
-    labels (n,).
+    """Compute Σ over bins |accuracy − mean confidence| · share (Naeini et al. 2015).
 
-    Bins have equal width in the confidence, the largest probability.
+    From probabilities (n, classes) and labels (n,). Bins have equal width in the confidence, the largest probability.
 
     Raises:
         ConfigError: no examples, wrong shapes, NaN, or labels that are not class indices.

@@ -1,15 +1,15 @@
-"""Initial values of a task head: ridge regression on some examples, used only if it beats chance.
+"""Initialisation of a task head: ridge regression on some examples, used only if it beats chance.
 
 With centred vectors φ̃ = U √e Vᵀ, centred targets y, shares s = e / (e + λ) and z = Uᵀ y,
 
     ‖y − Hy‖² = ‖y‖² − Σ (2s − s²) z²,      tr H = 1 + Σ s,      R² = 1 − ‖y − Hy‖² / ‖y‖² / (1 − tr H / n)²
 
 so that one eigendecomposition of the smaller Gram matrix (examples or columns) serves all λ and all permutations of the
-targets. λ maximises R² among those with (1 − tr H / n)⁻² <= RATIO: adapters trained with a head that memorised its
-examples would learn from residuals that new examples do not have.
+targets. λ maximises R² among those with (1 − tr H / n)⁻² <= RATIO: with a head that memorised its examples, adapters
+would learn from residuals that new examples do not have.
 
-The head is used if R² > 0 and R² exceeds that of each of 199 permutations of the targets. If the vectors are
-independent of the targets, all orders are equally likely, and this happens in at most one of 200 cases.
+The head is used if R² > 0 and R² exceeds that of each of 199 permutations of the targets. If vectors and targets are
+independent, all orders are equally likely, and this happens in at most one of 200 cases.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from snnk_peft.heads.fitted import HEAD_RIDGES
 
-RATIO = 1.3  # cross-validated error over the error on the fitted examples, at most
+RATIO = 1.3  # maximum ratio of the cross-validated error to that on the fitted examples
 PERMUTATIONS = 199
-LEAST = 0.01  # standard deviation of a column, in those of all: a dead one would grow huge once the model is trained
+LEAST = 0.01  # least standard deviation of a column, relative to all: a dead one would grow huge during training
 
 
 class Start(NamedTuple):
@@ -38,7 +38,7 @@ class Start(NamedTuple):
         ridge: λ as a fraction of the mean diagonal of the standardised Gram matrix.
         relative_error: ‖y − Hy‖² / ‖y‖² on the examples; 1 if the fitted head is not used.
         explained: R², cross-validated.
-        by_chance: the greatest R² of permuted targets.
+        by_chance: the largest R² of permuted targets.
         taken: whether the fitted head is used.
     """
 
@@ -54,7 +54,7 @@ class Start(NamedTuple):
 
 
 def starting_head(vectors: Tensor, targets: Tensor, *, ridges: Sequence[float] = HEAD_RIDGES, seed: int = 0) -> Start:
-    """Fit the head in fp64.
+    """Fit the initial head in fp64.
 
     Args:
         vectors: (n, width), at least two examples; finite.
@@ -81,7 +81,7 @@ def starting_head(vectors: Tensor, targets: Tensor, *, ridges: Sequence[float] =
         shares = values / (values + ridge * mean_diagonal)
         left = 1 - (1 + float(shares.sum())) / count
         if best and (left <= 0 or left**-2 > RATIO):
-            break  # smaller ones leave less
+            break  # smaller ridges leave less
         error = (total - energy @ (2 * shares - shares.square())).clamp_min(0) / total / max(left, 1e-12) ** 2
         best.append((ridge, 1 - torch.where(error.isfinite(), error, torch.inf), left))
     ridge, explained, left = max(best, key=lambda each: float(each[1][0]))

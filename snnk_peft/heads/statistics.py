@@ -1,15 +1,15 @@
-"""Additive statistics that determine a task head: shards can be merged, examples added later or removed.
+"""Additive statistics that determine a task head: shards can be merged, and examples added or removed later.
 
-Ridge regression of targets on the head's inputs only needs moments (solvers/ridge.py), and the moments of two sets of
-examples add up. So shards counted on different machines give the same head as one pass over everything, up to the
-rounding of sums in fp64, and a head from which examples were removed is the head that never saw them: a column that is
-constant over the others is constant again, although subtraction leaves rounding errors there.
+Ridge regression of targets on the head's inputs needs only moments (solvers/ridge.py), and the moments of two sets of
+examples add up. So shards counted on different machines give the same head as one pass over everything, up to rounding
+of sums in fp64, and removing examples gives the head that never saw them: a column that is constant over the others is
+constant again, although subtraction leaves rounding errors there.
 
 Removed examples must have been counted, with the same vectors to the last bit. In general, moments cannot verify this;
-they do if a class would be left with a negative count, or a column with a negative variance. For certainty, keep a
-digest of every example (`remember`), which costs 16 bytes each.
+they only reveal it if a class would be left with a negative count, or a column with a negative variance. To be sure,
+keep a digest of every example (`remember`), at 16 bytes each.
 
-Targets are one-hot vectors of classes, zeros and ones for labels of which several may hold, or regression targets.
+Targets are one-hot vectors of classes, zeros and ones for labels of which several may apply, or regression targets.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from snnk_peft.solvers.ridge import GramAccumulator, one_hot_targets
 from snnk_peft.stamps import stamp_tensors
 
 KINDS = ("classes", "labels", "numbers")
-HEADER = "snnk_head_statistics"  # of the file, as JSON
+HEADER = "snnk_head_statistics"  # JSON in the file
 LEAST_CLASSES = 2
-DIGESTS = "digests"  # of the examples in that file, one after the other
-DIGEST = 16  # bytes of one
-OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in the message of safetensors about a full disk
+DIGESTS = "digests"  # digests of the examples in the file, concatenated
+DIGEST = 16  # bytes each
+OS_ERROR = re.compile(r"\(os error (\d+)\)")  # in safetensors' message about a full disk
 
 
 class HeadStatistics:
@@ -50,14 +50,14 @@ class HeadStatistics:
     Args:
         width: length of the vectors.
         outputs: number of classes, labels or regression targets.
-        kind: "classes", "labels" (several may hold) or "numbers".
+        kind: "classes", "labels" (several may apply) or "numbers".
         origin: plain data that identifies how the vectors were computed (model, features); only statistics of equal
             origin can be added.
-        remember: keep a digest of every example, so that `remove` and `take_away` refuse one that was not counted.
+        remember: keep a digest of every example, so that `remove` and `take_away` reject any that was not counted.
 
     Attributes:
         moments: moments of vectors and targets.
-        digests: how often each example was counted, by its digest; None without `remember`.
+        digests: number of times each example was counted, by digest; None without `remember`.
 
     Example:
         >>> import torch
@@ -104,11 +104,11 @@ class HeadStatistics:
 
         Args:
             vectors: (n, width), a tensor, an array, lists or columns of a table.
-            targets: likewise: class indices (n,) or names of `origin`; labels (n, outputs) of zeros and ones; or
+            targets: the same types: class indices (n,) or names of `origin`; labels (n, outputs) of zeros and ones; or
                 numbers (n,) or (n, outputs).
 
         Raises:
-            ConfigError: wrong shapes or values, NaN or infinity; nothing is counted then.
+            ConfigError: wrong shapes or values, NaN or infinity; nothing is then counted.
         """
         vectors, wanted = as_vectors(vectors, self.moments.feature_dim), self.targets(targets)
         if len(vectors) != len(wanted):
@@ -121,11 +121,11 @@ class HeadStatistics:
     def remove(self, vectors: Any, targets: Any) -> None:
         """Remove examples that were counted before, here or in merged statistics; arguments as in `add`.
 
-        Only `remember` verifies that they were counted. Without it some foreign examples are detected (see
+        Only `remember` verifies that they were counted. Without it, some foreign examples are detected (see
         `take_away`); others leave statistics that belong to no set of examples.
 
         Raises:
-            ConfigError: wrong shapes or values, or examples that cannot have been counted; nothing is removed then.
+            ConfigError: wrong shapes or values, or examples that cannot have been counted; nothing is then removed.
         """
         other = self.empty()
         other.add(vectors, targets)
@@ -150,12 +150,12 @@ class HeadStatistics:
     def take_away(self, other: HeadStatistics, noise: float = 0.0) -> None:
         """Remove all examples of the other statistics, which were counted before.
 
-        `noise` is the relative error of their recomputed vectors; 0 for the same bits.
+        `noise` is the relative error of their recomputed vectors; 0 if they are bitwise the same.
 
         Raises:
-            ConfigError: of another kind, origin or shape; more examples than there are, or more of a class or with a
-                label; vectors whose variance is larger than that of all; with `remember`, an example that was not
-                counted. Nothing is removed then.
+            ConfigError: of another kind, origin or shape; more examples, or more of a class or label, than there are;
+                vectors whose variance is larger than that of all; with `remember`, an example that was not counted.
+                Nothing is then removed.
         """
         self._require_alike(other)
         faults = self._never_counted(other)
@@ -193,7 +193,7 @@ class HeadStatistics:
         }
 
     def reduce(self) -> None:
-        """Add the examples of all other processes; every process calls this."""
+        """Add the examples of all other processes; every process must call this."""
         self.moments.reduce()
         if self.digests is not None:
             self.digests = sum(gathered(self.digests), Counter())
@@ -243,7 +243,7 @@ class HeadStatistics:
             OSError: it cannot be written; `filename` is this path.
         """
         target = path_of("path", path)
-        temporary = target.with_name(f".{target.name}.tmp.safetensors")  # a killed process's remains are written over
+        temporary = target.with_name(f".{target.name}.tmp.safetensors")  # remains of a killed process are overwritten
         header = {HEADER: json.dumps({"kind": self.kind, "origin": self.origin})}
         tensors = self.moments.tensors()
         if self.digests is not None:

@@ -1,4 +1,4 @@
-"""Inputs of a task head: tensors, arrays, lists and columns of tables become tensors, or an error.
+"""Conversion of a task head's inputs: tensors, arrays, lists and table columns become tensors, or an error.
 
 Class labels may be names, booleans or integral floats (into which pandas converts integers if some are missing).
 """
@@ -81,7 +81,7 @@ def _indices(what: str, array: Any, names: Sequence[str]) -> Any:
 
 
 def require_finite(what: str, found: Tensor) -> None:
-    """Raise ConfigError if some rows are NaN or infinite, with their number and the first of them."""
+    """Raise ConfigError if rows hold NaN or infinity, with their number and the first of them."""
     wrong = ~torch.isfinite(found).reshape(len(found), -1).all(1)
     if wrong.any():
         raise ConfigError(
@@ -108,7 +108,7 @@ def class_indices(what: str, labels: Tensor, classes: int) -> Tensor:
     """Convert labels, (n,) or (n, 1) integers, booleans or integral floats, to class indices (n,), int64.
 
     Raises:
-        ConfigError: anything else, or an index that is not a class's.
+        ConfigError: anything else, or an index that is not that of a class.
     """
     shape = tuple(labels.shape)
     labels = labels.squeeze(1) if labels.ndim == 2 and shape[1] == 1 else labels
@@ -139,7 +139,7 @@ def fit_notes(count: int, shares: Tensor | None, names: Sequence[str], varies: b
     """List the reasons to distrust a fitted head; empty if there are none.
 
     They depend on the number of examples, the shares of the classes (None without classes), and whether the vectors
-    differ; `names` of the classes, if known, are for the messages.
+    differ; `names` of the classes, if known, are used in the messages.
     """
     found = []
     if not varies:

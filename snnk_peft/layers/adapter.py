@@ -73,7 +73,7 @@ class GatedReadout(nn.Module):
         self.scaling = scaling
         dim, features = stage.dim if out_dim is None else out_dim, stage.out_dim
         if stage.feature_map.projection.is_blank():
-            A = torch.empty(dim, features, device="meta")  # a loader brings it too
+            A = torch.empty(dim, features, device="meta")  # a loader fills it in as well
         elif init == "default":
             A = torch.zeros(dim, features)
         elif init == "random":
@@ -142,7 +142,7 @@ def adapter_step(stage: FeatureStage, readout: GatedReadout, x: Tensor, residual
     check_finite("phi", x, projection)
     weight, bias = projection.materialize(), projection.bias
     if any(tensor is not None and tensor.is_inference() for tensor in (weight, bias, stage.means)):
-        return None  # made in inference mode: cannot be saved for a backward pass, and has no version
+        return None  # created in inference mode: cannot be saved for a backward pass, and has no version
     offsets = None
     if type(component).offsets is not Component.offsets:
         offsets = component.offsets(projection.num_features, x.device)
@@ -215,7 +215,7 @@ def in_dtype(projection: Projection, weight: Tensor, dtype: torch.dtype) -> Tens
         return weight.detach() if weight.requires_grad else weight
     if weight.requires_grad:
         return weight.detach().to(dtype)
-    # A detached W shares memory and version with W: while it is held here, nothing else can have that address.
+    # A detached W shares memory and version with W: while it is held here, nothing else can get its address.
     state = (weight.data_ptr(), weight._version, weight.shape, weight.stride(), weight.dtype, weight.device, dtype)
     kept = _NARROW.get(projection)
     if kept is None or kept[0] != state:

@@ -3,7 +3,7 @@
     out_i = Σ_j φ(q_i)·ψ(k_j) v_j / Σ_j φ(q_i)·ψ(k_j),     over all j, or causal over j <= i
 
 φ and ψ share one W or have separate ones (`key_maps`); one for all heads, or one per key head. Shapes: q (B, H, L, d),
-k (B, G, N, d), v (B, G, N, D), H a multiple of G -> (B, H, L, D). On a CPU tokens are processed in blocks, so that
+k (B, G, N, d), v (B, G, N, D), H a multiple of G -> (B, H, L, D). On a CPU, tokens are processed in blocks, so that
 features stay in the cache and are never materialised in full: allocating memory takes longer than the computation.
 Positive exponential features, which estimate softmax, are passed as logarithms (functional/exponential_attention.py,
 exponential_causal.py), all others as they are, in at least fp32 (functional/linear_attention.py).
@@ -30,7 +30,7 @@ from snnk_peft.functional.precision import full_precision, wide
 from snnk_peft.layers.kept_maps import KeptByVersion, KeptMaps, Pair
 from snnk_peft.projections.base import check_finite
 
-State = AttentionState | KeyMeans  # what is kept of keys: of features as they are, and of exponential ones
+State = AttentionState | KeyMeans  # what is kept of the keys: plain features or exponential ones
 
 
 class AttentionTerm(nn.Module):
@@ -38,11 +38,11 @@ class AttentionTerm(nn.Module):
 
     Args:
         feature_maps: one for all heads, or one per key head (the query heads of a group share that of their keys).
-        key_maps: separate maps for the keys, as many, or None if queries and keys share theirs. Separate maps must be
+        key_maps: as many separate maps for the keys, or None if queries and keys share theirs. Separate maps must be
             initialised as copies of `feature_maps`: two independent draws estimate no kernel.
 
     Raises:
-        ConfigError: no map, or another number of maps for the keys.
+        ConfigError: no map, or a different number of maps for the keys.
     """
 
     def __init__(self, feature_maps: Sequence[FeatureMap], key_maps: Sequence[FeatureMap] | None = None):
@@ -212,7 +212,7 @@ class AttentionTerm(nn.Module):
         key_mask = query_mask = None
         if mask is not None:
             key_mask = mask[:, None, :].expand(-1, k.shape[1], -1)
-            if q.shape[2] == k.shape[2]:  # self-attention: what is no key is no query either
+            if q.shape[2] == k.shape[2]:  # self-attention: a token that is not a key is not a query either
                 query_mask = key_mask.repeat(1, 1, queries.shape[2] // k.shape[2])
         return component.statistics(wide(queries) * root, wide(k) * root, query_mask, key_mask)
 

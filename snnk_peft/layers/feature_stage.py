@@ -67,7 +67,7 @@ class FeatureStage(nn.Module):
     @torch.no_grad()
     def _means_of_normalized(self) -> torch.Tensor:
         projection = self.feature_map.projection
-        if projection.is_blank():  # a loader brings learned rows, and these means, from the checkpoint
+        if projection.is_blank():  # a loader fills in learned rows, and these means, from the checkpoint
             return torch.empty(self.feature_map.feature_dim, device="meta")
         std = projection.squared_row_norms().sqrt().double().cpu() * abs(self.scale)
         return self._means(torch.zeros_like(std), std)
@@ -164,7 +164,7 @@ class FeatureStage(nn.Module):
             return self
         rows, bias = self.effective_rows(old.materialize(), old.bias)
         dense = PROJECTIONS[GIVEN_ROWS](self.dim, len(rows), site=old.site).to(rows.device, rows.dtype)
-        dense.select(rows, bias, torch.ones_like(rows[:, 0]))  # all of them
+        dense.select(rows, bias, torch.ones_like(rows[:, 0]))  # all rows
         simple = FeatureStage(FeatureMap(self.feature_map.component, dense), append_input=self.append_input)
         simple.means = None if self.means is None else self.means.clone()
         return simple

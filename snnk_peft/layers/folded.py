@@ -1,11 +1,11 @@
 """The modules that bundling leaves in a model; part of the code file of every bundle.
 
-    FoldedAdapter   r + Φ(x) Mᵀ           r = x after a module, its output beside one (SNNK paper, Eq. 22 and App. D)
-    Beside          [module(x), Φ(x)]     features of an adapter beside the FFN, emitted by the module beside them
+    FoldedAdapter   r + Φ(x) Mᵀ           r = x after a module, a parallel one's output (SNNK paper, Eq. 22 and App. D)
+    Beside          [module(x), Φ(x)]     features of an adapter parallel to the FFN, emitted by its first module
     Leading         [module(h), z]        for x = [h, z]: a module that acts on the first entries only
     resize_heads    an attention module of transformers that splits into heads of another size
     mean_first      h'₁ = Σ_t m_t h_t / Σ_t m_t, h'_t = h_t for t > 1, m = 0 at padding: the mean over the tokens in the
-                    place of the first, where poolers and heads look for the vector of a text
+                    first one's place, where poolers and heads expect the vector of a text
 
 In training, slots pass the module to `beside`, `leading` and `mean_first` with each call. Shapes: x (..., dim), h of
 `mean_first` (B, L, width).
@@ -32,9 +32,9 @@ class FoldedAdapter(nn.Module):
         self.stage, self.linear = stage, linear
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        """(..., dim) -> (..., out_dim), in the dtype of r; r is x where it is None."""
+        """(..., dim) -> (..., out_dim), in the dtype of r; r defaults to x."""
         residual = x if residual is None else residual
-        # Called, instead of multiplying by its weight: the Linear may be offloaded, adapted or replaced by now.
+        # Call the Linear instead of multiplying by its weight: it may be offloaded, adapted or replaced by now.
         added: Tensor = self.linear(self.stage(x))
         return residual + added.to(residual.dtype)
 

@@ -1,4 +1,4 @@
-"""Key heads that keep softmax beside others that do not: taken apart, put together, and what a cache holds of them."""
+"""Key heads that keep softmax while others do not: how they are split and joined, and what a cache holds of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys and values of some heads
 
 
 def split_heads(q: Tensor, k: Tensor, v: Tensor, full: Sequence[int]) -> tuple[Heads, Heads]:
-    """Queries (B, H, L, d), keys and values (B, G, N, ·) of the key heads `full`, and those of the others."""
+    """Split queries (B, H, L, d), keys and values (B, G, N, ·) into those of the key heads `full` and the others."""
     grouped = q.unflatten(1, (k.shape[1], -1))
     others = [head for head in range(k.shape[1]) if head not in full]
     first, second = (
@@ -24,12 +24,12 @@ def split_heads(q: Tensor, k: Tensor, v: Tensor, full: Sequence[int]) -> tuple[H
 
 
 def _heads(x: Tensor, chosen: Sequence[int]) -> Tensor:
-    """x[:, chosen], faster for the few heads of one token."""
+    """Return x[:, chosen]; faster for the few heads of one token."""
     return torch.cat([x[:, head : head + 1] for head in chosen], 1) if len(chosen) > 1 else x[:, chosen]
 
 
 def joined_heads(whole: Tensor, rest: Tensor, full: Sequence[int]) -> Tensor:
-    """Results of the heads `full` and of the others, (B, ·, L, D), in the order of the layer's heads."""
+    """Join the results of the heads `full` and the others, (B, ·, L, D), in the order of the layer's heads."""
     repeats = whole.shape[1] // len(full)
     both = torch.cat((whole, rest.to(whole.dtype)), 1).unflatten(1, (-1, repeats))
     order = [*full, *(head for head in range(both.shape[1]) if head not in full)]
@@ -37,7 +37,7 @@ def joined_heads(whole: Tensor, rest: Tensor, full: Sequence[int]) -> Tensor:
 
 
 class Stored(NamedTuple):
-    """Keys or values (B, F, t, d) of full heads, as they are or rounded."""
+    """Keys or values (B, F, t, d) of full heads, unchanged or rounded."""
 
     whole: Tensor | None
     rounded: Rounded | None

@@ -1,19 +1,19 @@
-"""Near field and far field under one normalisation: softmax of near keys as it is, of far ones by feature maps.
+"""Near field and far field under one normalisation: exact softmax of near keys, feature maps for far ones.
 
     out_i = [Σ_{j near} e^{q_i·k_j} v_j + Σ_r g_r(q_i) Σ_{j far} φ_r(q_i)·ψ_r(k_j) v_j] / [the same without v]
 
-Near are the keys at a distance below `width` and the first `sinks` keys of a text; far are all others that a query
-sees. Both are on the scale of e^{q·k}, so a width of the whole length is softmax. g_r(q) = exp(w·q + c), learned per
-query head, starts at one (several terms: at one over their number); `calibrate` fits it, for a feature map that is
-right about the weights of far keys among each other and wrong about their sum. q and k hold √scaling here.
+The near keys are those at a distance below `width` and the first `sinks` keys of a text; the far keys are all others
+that a query sees. Both are on the scale of e^{q·k}, so a width of the whole length gives softmax. g_r(q) = exp(w·q + c)
+is learned per query head and starts at one (several terms: one over their number). `calibrate` fits it, for feature
+maps that weigh far keys correctly among each other but get their sum wrong. q and k include √scaling here.
 
-Causal, the far keys of query i are the first i − width + 1: linear attention whose keys are late by `width` tokens.
-What was fitted to texts of some length is wrong by orders of magnitude beyond it, where queries and keys turn with
-their positions: later queries, by count of real tokens, see near keys and sinks alone. With `rotary`, the far field
-reads queries and keys without their positions, and does not end; behind the fitted length its weight fades (`FADING`).
+If causal, the far keys of query i are the first i − width + 1: linear attention with keys delayed by `width` tokens.
+Maps fitted to texts of some length are wrong by orders of magnitude beyond it if queries and keys rotate with their
+positions, so later queries, counted in real tokens, see only near keys and sinks. With `rotary`, the far field
+reads queries and keys without their positions and does not end; beyond the fitted length its weight fades (`FADING`).
 
-Otherwise it is that in both directions. Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D) -> (B, H, L, D). Time
-and memory as those of the band (functional/near_field.py) and of the terms; what a cache keeps is the sinks, `width`
+Otherwise this holds in both directions. Shapes: q (B, H, L, d), k (B, G, N, d), v (B, G, N, D) -> (B, H, L, D). Time
+and memory are those of the band (functional/near_field.py) and of the terms; a cache keeps the sinks, `width`
 keys and values, and the sums of the terms.
 """
 
@@ -40,17 +40,17 @@ from snnk_peft.layers.attention_term import AttentionTerm, KeptMaps
 from snnk_peft.layers.joint_step import attend_at_once, far_logarithms, with_key
 from snnk_peft.projections.base import Projection
 
-# The weight of far keys behind the fitted length falls by (place / length)^-2. Of SmolLM2, fitted to 2,048 tokens, the
-# perplexity of a paper behind 4,096 is 9.47 without it, 8.68 with the exponent 1, 8.47 with 2; of reviews behind 2,048
+# Beyond the fitted length the weight of far keys falls as (place / length)^-2. For SmolLM2, fitted to 2,048 tokens, the
+# perplexity of a paper beyond 4,096 is 9.47 without it, 8.68 with exponent 1, 8.47 with 2; of reviews beyond 2,048
 # 60.9, 59.7 and 59.1.
 FADING = 2.0
 
 
 class Kept(NamedTuple):
-    """Keys (B, G, t, d) and values (B, G, t, D) as they are; counts (B, t) is False where there is none.
+    """Keys (B, G, t, d) and values (B, G, t, D), unprocessed; counts (B, t) is False where there is none.
 
     Attributes:
-        positions: (B, t) integers, where keys are turned by them and the far field is not; else None.
+        positions: (B, t) integers, if keys are rotated by them but the far field is not; else None.
     """
 
     keys: Tensor
@@ -59,7 +59,7 @@ class Kept(NamedTuple):
     positions: Tensor | None = None
 
     def and_then(self, other: Kept) -> Kept:
-        """These, and others after them."""
+        """Return these keys followed by others."""
         keys, values = (torch.cat(pair, -2) for pair in zip(self[:2], other[:2], strict=True))
         positions = None
         if self.positions is not None and other.positions is not None:
@@ -67,16 +67,16 @@ class Kept(NamedTuple):
         return Kept(keys, values, torch.cat((self.counts, other.counts), -1), positions)
 
     def part(self, first: int, last: int) -> Kept:
-        """The keys from one index to before another."""
+        """Return the keys from one index up to, excluding, another."""
         positions = None if self.positions is None else self.positions[:, first:last]
         return Kept(self.keys[:, :, first:last], self.values[:, :, first:last], self.counts[:, first:last], positions)
 
     def reversed(self) -> Kept:
-        """The last key first."""
+        """Return the keys in reverse order."""
         return Kept(self.keys.flip(-2), self.values.flip(-2), self.counts.flip(-1))
 
     def owned(self) -> Kept:
-        """In memory that holds nothing else."""
+        """Return a copy in memory that holds nothing else."""
         return Kept(*(None if each is None else each.clone() for each in self))  # type: ignore[arg-type]
 
 
@@ -85,9 +85,9 @@ class JointState(NamedTuple):
 
     Attributes:
         sums: of each term, over the far keys of the last token.
-        band: the last `width` keys that are no sinks.
-        sinks: the first keys that count, as many as there were, in `sinks` places.
-        place: (B,), how many keys counted.
+        band: the last `width` keys that are not sinks.
+        sinks: the first keys that count, as many as there were, in `sinks` slots.
+        place: (B,), number of keys that counted.
     """
 
     sums: tuple[KeyMeans, ...]
@@ -100,11 +100,11 @@ class JointAttention(nn.Module):
     """Combines the near and far fields of one layer under one normalisation.
 
     Args:
-        width: of the exact band, 1 is the diagonal alone.
-        sinks: how many of the first keys are exact too.
+        width: width of the exact band; 1 is the diagonal alone.
+        sinks: number of first keys that are exact as well.
         terms: the linear attentions of the far field.
         num_heads: H, number of query heads.
-        rotary: takes the positions off the far field's queries and keys, or None. Causal attention only.
+        rotary: removes the positions from the far field's queries and keys, or None. Causal attention only.
 
     Attributes:
         factor: w and c of each term and query head, (terms, H, d + 1).
@@ -143,14 +143,14 @@ class JointAttention(nn.Module):
         reach: int | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """(B, H, L, D) in the dtype of v. Causal with more keys than queries: the queries are the last positions.
+        """Return (B, H, L, D) in the dtype of v. Causal with more keys than queries: the queries come last.
 
-        `terms` are those of the constructor. Causal queries that are later in their text than `reach` see no far keys,
-        or with `rotary` with less weight; None for all.
-        `positions` (B or 1, N) are what keys were turned by, for `rotary`; None for 0, 1, ...
+        `terms` are those of the constructor. Causal queries later in their text than `reach` see no far keys, or
+        with `rotary` see them with less weight; None for no limit.
+        `positions` (B or 1, N) are those the keys were rotated by, for `rotary`; None for 0, 1, ...
 
         Raises:
-            ConfigError: not causal, and not as many keys as queries.
+            ConfigError: not causal, and the numbers of keys and queries differ.
         """
         before = k.shape[-2] - q.shape[-2]
         if before and not causal:
@@ -186,10 +186,10 @@ class JointAttention(nn.Module):
         reach: int | None = None,
         positions: Tensor | None = None,
     ) -> tuple[Tensor, JointState]:
-        """Causal attention of new tokens to each other and to all earlier ones, and the new state, which owns its
+        """Compute causal attention of new tokens to each other and all earlier ones, and a new state that owns its
         memory.
 
-        `state` is what the call before returned, None at the start; `kept` keeps logarithms from call to call; the rest
+        `state` is that of the previous call, None at the start; `kept` caches logarithms between calls; the rest
         is as in `forward`.
         """
         if positions is None and state is not None:
@@ -210,7 +210,7 @@ class JointAttention(nn.Module):
         return Kept(k, v, every, positions.expand(k.shape[0], -1))
 
     def _with_window(self, new: Kept, place: Tensor, state: JointState | None) -> tuple[Kept, Kept]:
-        """The last `width` keys and the new ones, without sinks; and the sinks. `place` (B, L) counts from 1 on."""
+        """Return the last `width` keys and the new ones, without sinks, and the sinks. `place` (B, L) starts at 1."""
         k, v, counts = new[:3]
         batch, groups = k.shape[:2]
         if state is None:
@@ -222,7 +222,7 @@ class JointAttention(nn.Module):
             band, sinks = state.band, state.sinks
         if self.sinks:
             places = torch.arange(1, self.sinks + 1, device=k.device)
-            # Places (B, s, L): one new key at most goes to each.
+            # Places (B, s, L): each receives at most one new key.
             found = (place.unsqueeze(-1) == places).mT & counts.unsqueeze(1)
             at, there = found.int().argmax(-1)[:, None, :, None], found.any(-1)
             keys, values = (
@@ -242,9 +242,9 @@ class JointAttention(nn.Module):
         reach: int | None,
         kept: KeptMaps | None = None,
     ) -> tuple[Tensor, JointState]:
-        """Causal attention of L new tokens after a state."""
+        """Compute causal attention of L new tokens after a state."""
         length = q.shape[-2]
-        place = new.counts.cumsum(-1)  # of each token in its text, from 1 on
+        place = new.counts.cumsum(-1)  # of each token in its text, starting at 1
         if state is not None:
             place = place + state.place.unsqueeze(-1)
         window, sinks = self._with_window(new, place, state)
@@ -279,7 +279,7 @@ class JointAttention(nn.Module):
         reach: int | None,
         kept: KeptMaps | None,
     ) -> tuple[Tensor, JointState]:
-        """`_behind` of one token (layers/joint_step.py)."""
+        """Compute `_behind` for one token (layers/joint_step.py)."""
         place, sinks = state.place.unsqueeze(-1) + new.counts, state.sinks
         near, late = new, state.band.part(0, 1)
         if self.sinks:
@@ -313,7 +313,7 @@ class JointAttention(nn.Module):
         return attend_at_once(q, *seen[:3], fields, scaling), JointState(tuple(sums), band, sinks, place[:, 0])
 
     def _both_ways(self, terms: Sequence[AttentionTerm], q: Tensor, new: Kept, scaling: float) -> Tensor:
-        """Every query sees every key."""
+        """Compute attention in which every query sees every key."""
         if self.rotary is not None:
             raise UnsupportedError("position_free is for causal attention; leave it out where later tokens are seen")
         length = q.shape[-2]
@@ -323,7 +323,7 @@ class JointAttention(nn.Module):
         beside = Sinks(sinks.keys, sinks.values, place[:, -1:]) if self.sinks else None
         fields = []
         early = late.part(0, self.width).and_then(own.reversed())
-        # Both directions as one batch: half as many operations, each of which a graph takes long to trace.
+        # Both directions as one batch: half as many operations, each of which is slow to trace.
         both = Kept(*map(torch.cat, zip(late.part(0, length)[:3], early.part(0, length)[:3], strict=True)))
         queries = torch.cat((q, q.flip(-2)))
         for number, term in enumerate(terms):
@@ -343,9 +343,9 @@ class JointAttention(nn.Module):
         sums: KeyMeans | None,
         scaling: float,
     ) -> tuple[Tensor, Tensor, KeyMeans]:
-        """Query i sees keys 0 to i of `far` and those in `sums`: means (B, H, L, D), log weights (B, H, L), sums."""
+        """Compute means (B, H, L, D), log weights (B, H, L), sums; query i sees keys 0 to i of `far` and `sums`."""
         both, behind = causal_exponential_attention(q, *far[:2], *maps, far.counts, sums, weighed=True)
-        out, weights = both.split((both.shape[-1] - 1, 1), -1)  # the gradient of two slices would be as long, twice
+        out, weights = both.split((both.shape[-1] - 1, 1), -1)  # two slices would each need a full-length gradient
         with full_precision(q):
             q, own = wide(q), self.factor[number].to(both)
             factor = torch.einsum("bhld,hd->bhl", q, own[:, :-1] * scaling**0.5) + own[:, None, -1]
@@ -353,13 +353,13 @@ class JointAttention(nn.Module):
             return out, weights.squeeze(-1) + common + factor, behind
 
     def _far_keys(self, term: AttentionTerm, far: Kept) -> Kept:
-        """What the far field sees of keys."""
+        """Return the keys as the far field sees them."""
         if self.rotary is not None and far.positions is not None:
             far = far._replace(keys=self.rotary.keys(far.keys, far.positions))
         return self._spread(term, far)
 
     def _spread(self, term: AttentionTerm, far: Kept) -> Kept:
-        """Keys and values once per query head, where maps are those of query heads."""
+        """Repeat keys and values for each query head, if there is one map per query head."""
         repeats = self.factor.shape[1] // far.keys.shape[1]
         if repeats == 1 or len(term.feature_maps) in (1, far.keys.shape[1]):
             return far
@@ -375,7 +375,7 @@ def _maps(
     scaling: float,
     kept: KeptMaps | None = None,
 ) -> tuple[LogLinear, LogLinear]:
-    """The logarithms of the features of queries and keys; of all tokens, where a component adapts to them."""
+    """Compute the log features of queries and keys; of all tokens, if a component adapts to them."""
     root = scaling**0.5
     form = term.prepared if kept is None else partial(kept.of, term)
     found = form(term.statistics(q, k, mask, causal=causal, root=root), root, q)

@@ -1,10 +1,10 @@
-"""One token after a state, near and far field under one normalisation: one softmax over keys and features.
+"""One token after a state, with near and far field under one normalisation: one softmax over keys and features.
 
     out = softmax([q·k_j, j near or sink;  log φ_r(q) + log Z_r + log g(q), r of each term]) · [v_j;  M_r]
 
-M_r and log Z_r are means and weights of the far keys (functional/exponential_attention.py), the rest is that of
-layers/joint_attention.py, which computes the same for any number of tokens, in more than twice as many operations; and
-their number is what one token costs. Shapes: q (B, H, 1, d), near keys (B, G, w + s, d), M (B, G or H, m, D) ->
+M_r and log Z_r are means and weights of the far keys (functional/exponential_attention.py); the rest is as in
+layers/joint_attention.py, which computes the same for any number of tokens with more than twice as many operations,
+whose number is the cost of one token. Shapes: q (B, H, 1, d), near keys (B, G, w + s, d), M (B, G or H, m, D) ->
 (B, H, 1, D). Tested against all tokens at once in tests/package/test_joint_attention.py.
 """
 
@@ -29,9 +29,9 @@ from snnk_peft.functional.precision import full_precision, wide
 
 
 def with_key(means: KeyMeans, k: Tensor, v: Tensor, counts: Tensor, keys: LogLinear) -> KeyMeans:
-    """The means of one more key (B, G, 1, d) and its value (B, G, 1, D), where counts (B, 1) says so."""
+    """Add one key (B, G, 1, d) and its value (B, G, 1, D) to the means, where counts (B, 1) is True."""
     own = key_logarithms(k.to(keys.rows.dtype), keys.rows, keys.square, counts).squeeze(-2)
-    if exporting():  # ONNX has no logaddexp, and what stands in for it overflows
+    if exporting():  # ONNX has no logaddexp, and its replacement overflows
         distance = (means.log_weight - own).abs()
         together = torch.maximum(means.log_weight, own) + (-distance).exp().log1p()
     else:
@@ -41,7 +41,7 @@ def with_key(means: KeyMeans, k: Tensor, v: Tensor, counts: Tensor, keys: LogLin
 
 
 def far_logarithms(q: Tensor, means: KeyMeans, queries: LogLinear, keys: LogLinear) -> Tensor:
-    """log φ_r(q) + log Z_r, (B, H, 1, m), of one query per head (B, H, 1, d)."""
+    """Compute log φ_r(q) + log Z_r, (B, H, 1, m), for one query per head (B, H, 1, d)."""
     logs, weights = query_logarithms(q, queries.rows, means.values.shape[1]), means.log_weight
     if queries.divided:
         offset = queries.offset if queries.offset.dim() == 1 else queries.offset[..., None, None, :]
@@ -64,13 +64,13 @@ def attend_at_once(
     far: Sequence[tuple[Tensor, Tensor]],
     scaling: float,
 ) -> Tensor:
-    """(B, H, 1, D): keys (B, G, n, d) and values where counts (B, n), and of each term logarithms (B, H, 1, m) and
-    means (B, G or H, m, D)."""
+    """Attend to keys (B, G, n, d), where counts (B, n), and to each term's logarithms (B, H, 1, m) and
+    means (B, G or H, m, D); return (B, H, 1, D)."""
     with full_precision(v):
         groups, width = k.shape[1], k.shape[2]
         near = (wide(q) * scaling).unflatten(1, (groups, -1)).squeeze(3) @ wide(k).mT
         near = near.masked_fill(~counts[:, None, None], ABSENT).flatten(1, 2)
-        nothing = near.new_full((*near.shape[:2], 1), ABSENT / 2)  # all that a query without keys sees
+        nothing = near.new_full((*near.shape[:2], 1), ABSENT / 2)  # the only entry that a query without keys sees
         logs = torch.cat((near, *(logarithms.squeeze(2) for logarithms, _ in far), nothing), -1)
         of_near, *others, _ = logs.softmax(-1).split([width, *(means.shape[2] for _, means in far), 1], -1)
         out = _mean(of_near, wide(v))
@@ -80,5 +80,5 @@ def attend_at_once(
 
 
 def _mean(weights: Tensor, values: Tensor) -> Tensor:
-    """Weights (B, H, n) of values (B, G, n, D)."""
+    """Average values (B, G, n, D) with weights (B, H, n)."""
     return (weights.unflatten(1, (values.shape[1], -1)) @ values).flatten(1, 2)

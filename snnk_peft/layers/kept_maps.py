@@ -3,7 +3,7 @@
     KeptMaps        for a caller that guarantees that no weight changes, as in token-by-token decoding
     KeptByVersion   for one attention term, valid while nothing that they are computed from has changed
 
-Not cached are those of components that adapt to tokens, all of them in a graph, and, by version, those of parameters:
+Logarithms are not cached for components that adapt to tokens or inside a graph, nor by version for parameters:
 fused optimizers, sharded training and weight averaging (`.data`) write to these without incrementing a version.
 """
 
@@ -19,7 +19,7 @@ from torch import nn
 from snnk_peft.functional.backend import exporting, plain_call
 from snnk_peft.functional.log_linear import LogLinear, with_one_offset
 
-Pair = tuple[LogLinear, LogLinear]  # of queries and of keys
+Pair = tuple[LogLinear, LogLinear]  # queries and keys
 SETTINGS = (bool, float, int, str)
 
 
@@ -70,7 +70,7 @@ class KeptByVersion(_Empty):
     def of(self, term: Term, made_from: Iterable[nn.Module], root: float, like: torch.Tensor) -> Pair | None:
         """Return `AttentionTerm.logarithms` of a term that is always the same, without statistics, cached.
 
-        `made_from` are the modules whose tensors and settings determine them.
+        `made_from` are the modules whose tensors and settings determine the logarithms.
         """
         # A CUDA graph keeps reading the memory that it captured.
         if not plain_call() or (like.is_cuda and torch.cuda.is_current_stream_capturing()):

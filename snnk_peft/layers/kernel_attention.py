@@ -50,9 +50,9 @@ class KernelAttention(nn.Module):
         num_heads: H, number of query heads with linear attention.
         near_field: width of the exact band (1 is the diagonal alone), or None for no band.
         joint: band and terms under one normalisation, instead of a blend of their results.
-        sinks: number of first keys that are exact as well; joint only.
+        sinks: number of first keys that are exact as well; requires `joint`.
         fitted_length: number of tokens of the longest text that the feature maps were fitted to, or None: beyond it,
-            causal attention is over near keys and sinks alone, or an error without these. With `rotary`, far keys get
+            causal attention covers only near keys and sinks, or is an error without these. With `rotary`, far keys get
             less weight.
         rotary: removes the positions from queries and keys of the far field, or None; joint and causal only.
         full_heads: indices of key heads that keep softmax, with the query heads that share them; causal only.
@@ -64,7 +64,7 @@ class KernelAttention(nn.Module):
             near and far field have equal weight, and so do all terms.
 
     Raises:
-        ConfigError: a mix of terms and feature maps, or anything else; a joint near field without a width, or over
+        ConfigError: terms mixed with feature maps, or anything else; a joint near field without a width, or over
             features that are not on the scale of softmax.
     """
 
@@ -213,7 +213,7 @@ class KernelAttention(nn.Module):
         reach, endless = self.fitted_length, self.joint is not None and self.joint.rotary is not None
         if endless or reach is None or torch.compiler.is_compiling() or length <= reach:
             return
-        longest = length if mask is None else int(mask.sum(-1).max())  # padding is no text
+        longest = length if mask is None else int(mask.sum(-1).max())  # padding does not count
         if longest <= reach:
             return
         told = (

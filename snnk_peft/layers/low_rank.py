@@ -25,7 +25,7 @@ from snnk_peft.functional.random_numbers import normal_numbers
 from snnk_peft.low_rank import factorize
 from snnk_peft.low_rank.rearranged import rearranged_factors
 
-LINEAR_INITS = ("spectral", "baseline")  # those that do not ask what follows the layer
+LINEAR_INITS = ("spectral", "baseline")  # those that ignore what follows the layer
 
 
 class LowRank(nn.Module):

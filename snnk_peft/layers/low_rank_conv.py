@@ -136,7 +136,7 @@ class LowRankConv(LowRank):
         first = self.V.T.reshape(self.rank, self.in_channels, *self._sizes(True))
         second = self.U.reshape(self.out_channels, -1, self.rank).transpose(1, 2)
         second = second.reshape(self.out_channels, self.rank, *self._sizes(False))
-        # Strides as of a dense kernel. Views look like channels last (a 1 × 1 kernel even after contiguous()), and
+        # Use the strides of a dense kernel. Views look like channels last (a 1 × 1 kernel even after contiguous()), and
         # there the backward pass of oneDNN 3.12 (torch 2.13) writes beyond its memory on CPUs without AVX-512:
         # training ended in "munmap_chunk(): invalid pointer".
         plain = torch.contiguous_format

@@ -210,7 +210,7 @@ class Fitter:
         together: paths of further modules whose originals are restored with this one's, if the layer runs several times
             and the inputs of all runs are needed before anything is fitted.
         reduces: whether `fit` sums its statistics over the processes of torch.distributed, each of which reads its own
-            share of the data (the `reduce` of the accumulators in solvers/). With several processes `calibrate` refuses
+            share of the data (the `reduce` of the accumulators in solvers/). With several processes `calibrate` rejects
             a fitter that does not, and broadcasts the result of process 0.
         remark: a warning for the user of the fitted model, set by `fit`; `calibrate` issues it once for all slots with
             the same text.
@@ -306,7 +306,7 @@ class Slot(nn.Module):
 
 
 def no_folded_form(place: FoldPlace, slot: Slot) -> UnsupportedError:
-    """Return the error for a slot in a combination without a folded form."""
+    """Return the error for a slot in a combination that has no folded form."""
     return UnsupportedError(
         f"{place.path}: a {type(slot).__name__} slot has no folded form in this place; activate one adapter at a time "
         "with set_adapter, and check that the family describes the model's FFN"

@@ -62,7 +62,7 @@ class SNNKLinear(nn.Module):
         """
         layer = cls(stage, linear.out_features)
         if layer.A.is_meta or stage.feature_map.projection.is_blank():
-            return layer  # a loader brings all of it
+            return layer  # a loader fills in all of it
         with at_hand(linear):
             weight = linear.weight.detach().float().cpu()
             bias = None if linear.bias is None else linear.bias.detach().float().cpu()

@@ -6,13 +6,13 @@ before an optimizer step
 
     U ← U − ηλ·U(VᵀV),    V ← V − ηλ·V(UᵀU),    η the learning rate of the parameter group,
 
-both from the values before. So under plain SGD it is exactly the gradient of loss + ½λ‖UVᵀ‖²_F, adaptive optimizers do
+both from the old values. So under plain SGD it is exactly the gradient of loss + ½λ‖UVᵀ‖²_F, adaptive optimizers do
 not rescale it, and it acts once per optimizer step: independent of gradient accumulation, not at all in a step that a
 GradScaler skips, and bitwise equal in every DDP process. UVᵀ itself is never formed.
 
 A singular value σ of V multiplies its direction of U by 1 − ηλσ²: once ηλ·‖V‖²₂ (or ‖U‖²₂) passes 1 that changes
 sign, which is no longer a decay, and beyond 2 it grows in each step and diverges. Choose λ below 1/(η·‖UVᵀ‖₂), for
-balanced factors; `attach` warns of more. The paper gives up tuning λ for EfficientNet because training diverged.
+balanced factors; `attach` warns above that. The paper gives up tuning λ for EfficientNet because training diverged.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class FrobeniusDecay:
     @torch.no_grad()
     def _decay(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-        # A GradScaler does not call an optimizer whose step it skips, but leaves the skipping to a fused one.
+        # A GradScaler does not call an optimizer whose step it skips, but a fused one skips by itself.
         overflow = getattr(optimizer, "found_inf", None)
         for _, U, V, strength in self.pairs:
             # As in optimizers, a parameter without gradient was not used and does not change.

@@ -97,7 +97,7 @@ def _check_all(layers: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _in_processes(layers: Mapping[str, Mapping[str, Any]], workers: int) -> Iterator[tuple[str, Factors]]:
-    # Forks of a process that never used a thread: a fork of this one could wait forever for a lock of its threads.
+    # Fork a process that never used a thread: a fork of this one could wait forever for a lock held by a thread.
     method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(method)
     if method == "forkserver":
@@ -129,7 +129,7 @@ def _work(packed: bytes) -> tuple[Any, ...]:
 
 
 class _Plain(tuple[Any, ...]):
-    """A tensor as (bytes of numpy, dtype): torch would use shared memory, which may be scarce."""
+    """Pack a tensor as (bytes of numpy, dtype): torch would use shared memory, which may be scarce."""
 
     __slots__ = ()
 

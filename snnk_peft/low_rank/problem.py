@@ -35,7 +35,7 @@ class InputMoments(NamedTuple):
         """Compute the moments of inputs (n, in), in fp64.
 
         Raises:
-            ConfigError: anything else.
+            ConfigError: the inputs are not such a tensor.
         """
         if not isinstance(inputs, Tensor) or inputs.ndim != 2 or not len(inputs):
             given = tuple(inputs.shape) if isinstance(inputs, Tensor) else in_words(inputs)
@@ -63,7 +63,7 @@ class Solution(NamedTuple):
     """Factors U (out, rank), V (in, rank) and bias (out,) in fp64.
 
     Attributes:
-        risk: E‖f(UVᵀx + bias) − f(Wx + b)‖² over N(0, I), if the init knows it.
+        risk: E‖f(UVᵀx + bias) − f(Wx + b)‖² over N(0, I), if the init computes it.
         energy: E‖f(Wx + b)‖² over N(0, I), likewise.
     """
 

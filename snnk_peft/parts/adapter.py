@@ -1,4 +1,4 @@
-"""Adapters: Houlsby (after attention and FFN), Pfeiffer (after the FFN), parallel (beside the FFN), query_value.
+"""Adapters: Houlsby (after attention and FFN), Pfeiffer (after the FFN), parallel (next to the FFN), query_value.
 
 after         x + scaling · v ⊙ (Φ(x) Aᵀ)         folds to  x + Φ(x) Mᵀ
 parallel      W₂ h + scaling · v ⊙ (Φ(x) Aᵀ)      folds to  [W₂, M] [h, Φ(x)]
@@ -87,7 +87,7 @@ class AdapterPart(FeaturePart):
 
     @property
     def uses_gate(self) -> bool:
-        """Whether v exists, with `gate=None` resolved."""
+        """Return whether v exists, with `gate=None` resolved."""
         return self.init != "default" if self.gate is None else self.gate
 
     @property
@@ -99,7 +99,7 @@ class AdapterPart(FeaturePart):
 
     @property
     def uses_normalize(self) -> bool:
-        """Whether inputs are normalised, with `normalize=None` resolved."""
+        """Return whether inputs are normalised, with `normalize=None` resolved."""
         return self.init != "paper" if self.normalize is None else self.normalize
 
     def undrawn(self) -> AdapterPart:
@@ -144,7 +144,7 @@ def _stage(context: PatchContext, part: AdapterPart, dim: int, site: str) -> Fea
     if stage.feature_map.projection.absorb(scale):
         stage.scale = 1.0
         if not normalize and part.init == "default":
-            # As small as nn.Linear's initial rows, U(±dim^-½): raw inputs are long, and a GELU would be a ReLU there.
+            # As small as nn.Linear's initial rows, U(±dim^-½): raw inputs are so long that a GELU would act as a ReLU.
             stage.feature_map.projection.absorb((3 * dim) ** -0.5)
     return stage
 
@@ -225,7 +225,7 @@ class Behind(Slot):
 
 
 class BesideLinear(Slot, SNNKAdapter):
-    """An adapter of x, added to linear(x) instead of x: beside one Linear, like LoRA's two matrices."""
+    """Adapter in parallel with one Linear, like LoRA's two matrices: it reads x and adds to linear(x)."""
 
     by_row = True
 
@@ -247,7 +247,7 @@ class BesideLinear(Slot, SNNKAdapter):
 
 
 class BesideExpansion(Slot):
-    """The FFN's expansion with the features of an adapter beside the FFN, [expansion(x), Φ(x)].
+    """The FFN's expansion extended by the features of a parallel adapter, [expansion(x), Φ(x)].
 
     The FFN is three modules, so the adapter is three slots: the activation passes the features through, the contraction
     reads them out.
@@ -278,7 +278,7 @@ class BesideExpansion(Slot):
 
 
 class OnHiddenUnits(Slot):
-    """The FFN's activation on the hidden units only, [activation(h), Φ(x)], however many of them another part keeps."""
+    """The FFN's activation on the hidden units only, [activation(h), Φ(x)]; another part may keep fewer of them."""
 
     lets_pass = True
     by_row = True

@@ -1,4 +1,4 @@
-"""Base class of parts: options, the plan of a part, and the context in which a plan is made.
+"""Base class of parts: their options, their plans, and the context in which a plan is made.
 
 `faults` finds all errors in a part's options, independently of the model; `plan` finds everything that does not fit a
 given model, and changes nothing.
@@ -35,7 +35,7 @@ class Part(NamedOptions):
 
     Attributes:
         holds_head: whether it replaces a module inside the task head, which can then not be saved in full.
-        size_fields: options that give its size: the first that is not None. Empty: all options together.
+        size_fields: options that may give its size, of which the first that is not None counts; all options if empty.
         disables_exactly: whether `disable_adapter` gives the original's output back bit by bit.
         calls_only: whether it only calls the model's Linears without reading their weights, so that these may be
             quantized.
@@ -55,15 +55,15 @@ class Part(NamedOptions):
 
         Raises:
             ConfigError: sizes or layers that do not fit the model; lists all of them.
-            UnsupportedError: the model has nothing of the kind.
+            UnsupportedError: the model has no such module.
         """
         raise TypeError(f"{type(self).__name__} does not define plan()")
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise UnsupportedError for a model, of a known family or not, that cannot take the part."""
+        """Raise UnsupportedError if the model, of a known family or not, does not support the part."""
 
     def undrawn(self) -> Part:
-        """Return a part of equal sizes whose initial values need neither the pretrained weights nor a second draw."""
+        """Return a part of the same sizes whose initial values need neither pretrained weights nor a second draw."""
         return self
 
     def not_drawn(self) -> str | None:
@@ -79,7 +79,7 @@ class Part(NamedOptions):
             length: tokens of a sequence.
 
         Raises:
-            UnsupportedError: the model has nothing of the kind.
+            UnsupportedError: the model has no such module.
         """
         return []
 
@@ -142,12 +142,12 @@ class FeaturePart(Part):
 
     @property
     def needs_layer(self) -> bool:
-        """Whether rows are taken from a pretrained layer."""
+        """Return whether rows are taken from a pretrained layer."""
         return self.feature_map_spec().needs_layer
 
     @property
     def of_attention(self) -> bool:
-        """Whether rows are computed from queries and keys."""
+        """Return whether rows are computed from queries and keys."""
         return self.projection in PROJECTIONS and PROJECTIONS[self.projection].of_attention
 
     def not_drawn(self) -> str | None:
@@ -160,7 +160,7 @@ class Patch:
 
     Args:
         path: the module to change.
-        build: creates the slot, once all plans have proved possible. None changes nothing.
+        build: creates the slot, once all plans have proved possible; None changes nothing.
         train: whether the module itself is trained as well (and saved in full).
         replaces: whether the slot replaces the module; no other part may then replace it.
         around_head: whether the module is a task head, which is trained inside the slot around it.
@@ -204,7 +204,7 @@ class PatchContext:
             pattern: see `matches`.
 
         Raises:
-            UnsupportedError: there is none.
+            UnsupportedError: no module matches.
         """
         whole = {path: as_linear(m) if kind is nn.Linear else m for path, m in plain_modules(self.model)}
         matching = {path: m for path, m in whole.items() if isinstance(m, kind) and matches(path, pattern)}
@@ -298,7 +298,7 @@ def shares_of(whole: int, shares: Sequence[float]) -> list[int]:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Match a module path against a file-name pattern; a leading "*." also matches nothing, as git's "**/".
+    """Match a module path against a file-name pattern; a leading "*." also matches the empty string, like git's "**/".
 
     So "*.layers.0.*" means layer 0 in a task model ("model.layers.0.mlp") and in its bare encoder ("layers.0.mlp").
     """

@@ -15,8 +15,8 @@ from snnk_peft.families.base import head_sizes
 from snnk_peft.parts.attention.part import AttentionPart
 from snnk_peft.planning.full_heads import decoder_family, head_needs, token_rows
 
-FEATURES = 16  # of each query head in `cache_part`
-FULL = 1 / 8  # of the key heads in `cache_part`, before windows become wider than the narrowest
+FEATURES = 16  # features of each query head in `cache_part`
+FULL = 1 / 8  # share of the key heads in `cache_part`, before windows become wider than the narrowest
 NARROWEST, WIDEST = 64, 256
 SINKS = 4
 
@@ -26,7 +26,7 @@ def cache_part(
 ) -> AttentionPart:
     """Return a part that keeps a share of a decoder's cache: a few full heads; window, sinks and features elsewhere.
 
-    Windows are wider than 64 tokens where an eighth of the heads may be full besides.
+    Windows are wider than 64 tokens only if an eighth of the heads can be full as well.
 
     Args:
         model, batches, seed, progress: as in `choose_full_heads`.
@@ -44,8 +44,8 @@ def cache_part(
     length, layers = getattr(config, "max_position_embeddings", None) or longest, len(family.layer_paths(model))
     heads, groups, dim = head_sizes(config)
     token = 2 * dim * 2  # bytes of a key and a value in half precision
-    sums = FEATURES * (heads // groups) * (dim + 1) * 4  # of a head without all its keys, in fp32
-    whole = length * 2 * (dim + 4)  # a byte per number, and low and step of each vector
+    sums = FEATURES * (heads // groups) * (dim + 1) * 4  # bytes of a head that does not keep all keys, in fp32
+    whole = length * 2 * (dim + 4)  # a byte per number, plus minimum and step of each vector
     every = layers * groups
     full = int(FULL * every)
     width = int(((share * length * token * every - full * whole) / (every - full) - sums) / token) - SINKS
@@ -78,7 +78,7 @@ def within_bytes(room: float, needs: Sequence[Sequence[float]], costs: Sequence[
 
     Args:
         room: bytes, beyond those of layers without full heads.
-        needs: of each layer's heads.
+        needs: needs of each layer's heads.
         costs: bytes of a layer with 0, 1, ... full heads.
     """
     chosen: list[list[int]] = []

@@ -55,7 +55,7 @@ def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
         >>> [point.chosen for point in pareto([[Offer(0.2, 0.1), Offer(0.3, 0.4)], [Offer(0.2, 0.2)]])]
         [(-1, -1), (0, -1), (0, 0), (1, 0)]
     """
-    least = np.zeros(1)  # error, by what is saved
+    least = np.zeros(1)  # least error, by saving
     taken: list[tuple[np.ndarray, list[tuple[int, int]]]] = []
     for offers in places:
         options = [(-1, 0, 0.0)]
@@ -71,7 +71,7 @@ def pareto(places: Sequence[Sequence[Offer]]) -> list[Point]:
         best = errors.argmin(0)
         least = errors[best, np.arange(len(best))]
         taken.append((best, [(number, steps) for number, steps, _ in options]))
-    # From the largest saving on, every choice with a smaller error than all that save more.
+    # From the largest saving on, keep every choice with a smaller error than all that save more.
     before = np.minimum.accumulate(np.append(least, np.inf)[::-1])[-2::-1]
     points = []
     for saved in np.flatnonzero(least < before):

@@ -23,7 +23,7 @@ from snnk_peft.tuner.get_model import get_snnk_model
 
 OF = ("latency", "macs", "bytes")
 LEAST = 0.005  # share of the MACs below which a saving cannot be timed
-LOOKS = 2  # one timing may be wrong, and all that follows from it
+LOOKS = 2  # one timing may be wrong, and with it everything that follows from it
 GRAIN = 0.005  # of the original's time, or a 32nd of the largest saving: savings of time are not resolved further
 
 

@@ -1,5 +1,4 @@
-"""The effect of candidates on the answers: of each alone, predicted from gradients, and of the chosen ones,
-measured."""
+"""The effect of candidates on the answers: predicted from gradients for each alone, measured for the chosen ones."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ def joint_error(model: nn.Module, config: SNNKConfig, sample: Sample, answers: A
     patched: Any = get_snnk_model(shared_copy(model), config)
     batches = [batch for _, batch in sample.batches]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a sample is small, and what is fitted to it is not kept
+        warnings.simplefilter("ignore")  # the sample is small, and its fit is discarded
         given = {"held_out": HELD_OUT, "ridges": OPTIONS.ridges, "pooling": answers.pooling}
         fit = partial(calibrate, patched, batches, **given, refit=False, progress=False)  # type: ignore[arg-type]
         try:
@@ -155,7 +154,7 @@ class _Scale:
 
     def of(self, squares: float) -> float:
         if not self.rows:
-            return Comparison(self.answers).distance()  # which says so
+            return Comparison(self.answers).distance()  # which reports it
         if not self.numbers:
             return 0.5 * squares / self.rows
         whole = [torch.cat(each) for each in self.numbers.values()]

@@ -1,6 +1,6 @@
 """Fits of candidates, each to its module, on the inputs of the original's modules.
 
-The model runs once for all of them. `calibrate` fits the chosen ones again, behind converted layers.
+The model runs once for all of them. `calibrate` fits the chosen ones again, after converted layers.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ def fit_all(
         fitted = first.fit_sizes(others, _KeptCalls(first, calls[path], weights)) if others else None
         if fitted is None:
             fitted = [fitter.fit(_KeptCalls(fitter, calls[path], weights)).error_after for fitter in fitters]
-        torch.clear_autocast_cache()  # the caller's autocast would judge copies of what was there before
+        torch.clear_autocast_cache()  # otherwise the caller's autocast would use copies of the old tensors
         for (number, key, _), error in zip(here, fitted, strict=True):
             errors.setdefault((number, key), []).append(error)
         tick(len(here))
-        calls[path] = []  # the inputs of a layer are not needed any more
+        calls[path] = []  # the inputs of a layer are no longer needed
         for template in templates:
             template.activate(None, nothing=True)
     return {name: sum(each) / len(each) for name, each in errors.items()}

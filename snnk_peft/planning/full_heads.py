@@ -3,9 +3,9 @@
     out_h(a) = (1 − a_h) · softmax over window and sinks + a_h · softmax over all keys,      a = ½ everywhere
     need_h   = −∂/∂a_h KL(original ‖ gated)
 
-once on texts as they are, once on texts in which a passage is repeated after another one, so that the repetition can
-only be predicted by attending back. Both are divided by their sum and added. No labels are needed, and no weights
-change.
+The need is computed once on texts as they are, and once on texts in which a passage is repeated after another one, so
+that the repetition can only be predicted by attending back. Both are divided by their sum and added. No labels are
+needed, and no weights change.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from snnk_peft.parts.attention.supported import check_attention
 from snnk_peft.projections.base_drawn import site_generator
 
 LENGTH = 1024  # tokens of a text as it is
-PASSAGE, BETWEEN = 64, 640  # tokens that come back, and of what stands between
+PASSAGE, BETWEEN = 64, 640  # tokens of the repeated passage, and of the text in between
 KNOWN = 16  # tokens of a passage by which it is recognised
-DRAWS = 2  # texts of either kind
+DRAWS = 2  # texts of each kind
 
 
 def decoder_family(model: nn.Module) -> ModelFamily:
-    """Return the family of a decoder; raises UnsupportedError for other models."""
+    """Return the family of a decoder; raise UnsupportedError for other models."""
     family = family_of(model)
     if not family.causal or not cast(Any, model).can_generate():
         raise UnsupportedError(
@@ -136,7 +136,7 @@ def recall(model: nn.Module, batches: Sequence[Batch], seed: int = 0) -> float |
 
     Args:
         model: a causal language model, plain or converted.
-        batches: of model inputs with `input_ids`.
+        batches: model inputs with `input_ids`.
         seed: seed of the passages.
     """
     config: Any = getattr(model, "config", None)

@@ -58,19 +58,19 @@ def plan(
 ) -> Plan:
     """Choose parts, layers and sizes that meet a cost budget with the least error.
 
-    For each candidate in each layer its saving is measured, and its error on held-out batches with only this layer
-    converted and fitted: the distance of the answers from the original's, to second order, by the gradients of the
-    answers at the layer's output (see `measure_damage`). It is the Kullback-Leibler divergence for logits, 1 − cosine
-    for embeddings (pooled by `pooling`), the squared error relative to the variance for anything else. Sizes in between
-    are interpolated. The choice of least total error for each cost is exact (a knapsack). Its parts are then measured
-    together; the plan is the choice of least error that meets the budget and uses at least 97% of it, if there is one,
-    and is finally fitted to measure the joint effect of its parts.
+    Each candidate is measured in each layer: its saving, and its error on held-out batches with only this layer
+    converted and fitted. The error is the distance of the answers from the original's, to second order, by the
+    gradients of the answers at the layer's output (see `measure_damage`): the Kullback-Leibler divergence for logits,
+    1 − cosine for embeddings (pooled by `pooling`), the squared error relative to the variance for anything else. Sizes
+    in between are interpolated. The choice of least total error for each cost is exact (a knapsack). Its parts are then
+    measured together; the plan is the choice of least error that meets the budget and uses at least 97% of it, if there
+    is one, and is finally fitted to measure the joint effect of its parts.
 
     MACs and bytes are exact, so the same arguments give the same plan. Timings vary. Each is the minimum of several
     that alternate with the original's; savings are rounded to steps of 0.5%, and choices are about 1% of the budget
     apart, so that only a timing at the border of two steps changes a plan, to one that is as close to the budget. On a
-    busy machine give torch one thread, whose CPU time is then measured. Timings end after `timing_limit` seconds (in
-    the plan's settings) and the minimum number of rounds, whatever the load. Measurements are cached while the process
+    busy machine, give torch one thread; its CPU time is then measured. Timings end after `timing_limit` seconds (in the
+    plan's settings) and the minimum number of rounds, whatever the load. Measurements are cached while the process
     lives, and with `timings` while that file exists, which gives the same plan in any case.
 
     Args:

@@ -23,7 +23,7 @@ from snnk_peft.saved_folder import whole_file
 from snnk_peft.stamps import stamp_entries
 
 FILE, PICTURE = "plan.json", "plan.png"
-POINTS = 200  # of the curve that are kept
+POINTS = 200  # points of the curve that are kept
 
 
 @dataclass(frozen=True)

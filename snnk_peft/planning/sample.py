@@ -17,7 +17,7 @@ class Sample:
     """Evenly spaced batches with about `tokens` tokens in total; some of them are held out.
 
     Raises:
-        ConfigError: fewer than three batches, or batches that `calibrate` would refuse.
+        ConfigError: fewer than three batches, or batches that `calibrate` would reject.
 
     Attributes:
         batches: (held out or not, model inputs).

@@ -10,10 +10,10 @@ from snnk_peft.planning.choices import Choices
 from snnk_peft.planning.choose import Point, apart
 from snnk_peft.planning.costs import Measure
 
-ATTEMPTS = 4  # to find the budget in proportion
-ROOM = 1.1  # seconds of parts alone do not tell those of all together to more than this
-SPENT = {"latency": 0.97, "macs": 0.995, "bytes": 0.995}  # of the budget: near enough
-STRIDE = 0.01  # of the budget between two choices: what they cost in seconds could not be told apart
+ATTEMPTS = 4  # to reach the budget by proportional steps
+ROOM = 1.1  # timings of single parts predict that of all together only to within this factor
+SPENT = {"latency": 0.97, "macs": 0.995, "bytes": 0.995}  # share of the budget that is close enough
+STRIDE = 0.01  # share of the budget between two choices, whose seconds could otherwise not be distinguished
 
 
 def settle(choices: Choices, share: float, measure: Measure) -> tuple[Point, float]:
@@ -27,7 +27,7 @@ def settle(choices: Choices, share: float, measure: Measure) -> tuple[Point, flo
     """
     points = apart(choices.points, STRIDE * share if measure.of == "latency" else 0.0)
     last = len(points) - 1
-    dear, fits, nearest = 0, last + 1, 1.0  # nothing is known to fit
+    dear, fits, nearest = 0, last + 1, 1.0  # no choice is known to fit yet
     fitting: dict[int, float] = {}
     spent = SPENT[measure.of] * share
     aim = (share + spent) / 2 if measure.of == "latency" else share

@@ -22,9 +22,9 @@ from snnk_peft.json_files import read_json
 from snnk_peft.planning.candidates import replayed
 from snnk_peft.saved_folder import whole_file
 
-ROUNDS, MOST = 3, 16  # of timings, at least and at most
-WITHIN = 1.02  # times the least: the same
-LIMIT = 40.0  # seconds by the clock on the wall that a plan spends on timings, beyond the least number of rounds
+ROUNDS, MOST = 3, 16  # minimum and maximum number of timings
+WITHIN = 1.02  # times the minimum: counts as equal to it
+LIMIT = 40.0  # seconds of wall time that a plan spends on timings, beyond the minimum number of rounds
 _SINCE_START: dict[str, Any] = {}  # measured in this process
 
 
@@ -32,8 +32,8 @@ class Cost(NamedTuple):
     """Cost of one forward pass, or of the model's file, in some unit.
 
     Attributes:
-        whole: of the model.
-        layers: of each Transformer layer.
+        whole: cost of the model.
+        layers: cost of each Transformer layer.
     """
 
     whole: float
@@ -121,7 +121,7 @@ def seconds(
 ) -> dict[str, Cost]:
     """Time the layers of each model in turn, so that a slow phase of the machine affects all of them.
 
-    Of identical layers one is timed, in a forward pass in which the others return stored outputs. The minimum over all
+    Of identical layers, one is timed, in a forward pass in which the others return stored outputs. The minimum over all
     rounds is used, since other load only adds. Rounds go on until each minimum has been reached three times, up to
     `MOST`, or until the allowed time is used up.
 

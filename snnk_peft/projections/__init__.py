@@ -7,6 +7,6 @@ from snnk_peft.projections.base import Projection
 from snnk_peft.registry import Registry
 
 PROJECTIONS: Registry[type[Projection]] = Registry("projection", __name__)
-GIVEN_ROWS = "landmark"  # the member that holds any rows and biases: what a matrix becomes when something is folded in
+GIVEN_ROWS = "landmark"  # holds any rows and biases; a matrix becomes this when something is folded in
 
 __all__ = ["GIVEN_ROWS", "PROJECTIONS", "Projection"]

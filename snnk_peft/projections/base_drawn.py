@@ -1,15 +1,15 @@
-"""Tensors that are drawn once, on the CPU, from a generator seeded by (seed, site): two layers with different sites get
+"""Tensors that are drawn once, on the CPU, from a generator seeded by (seed, site): layers with different sites get
 independent ones, the order of patching never matters, and the global random state is not touched.
 
-What was drawn is kept in buffers. A checkpoint holds them, or 32 bytes of checksum from which a wrong draw is known. A
-hash of all bits would tell apart what two LAPACKs make of the same matrix, so only what is exact is hashed:
+Draws are kept in buffers. A checkpoint holds these, or a checksum of 32 bytes by which a wrong draw is detected. A
+hash of all bits would differ between two LAPACKs for the same matrix, so only exact parts are hashed:
 
     4 bytes   the mark and the number of the method by which draws are made
     4 bytes   of the SHA-256 of names, shapes and whole numbers (permutations)
     24 bytes  six sums Σ_i ±w_i over all other numbers in fp32, the signs fixed and random
 
 Two draws agree if the exact parts are equal and every sum is within 1e-5 ‖w‖. Another draw differs by about ‖w‖ in each
-of the six; one changed entry of a matrix of N entries shows from a change of about 1e-5 √N on.
+of the six; one changed entry of a matrix of N entries is detected from a change of about 1e-5 √N on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DRAW_TOLERANCE = 1e-5
 
 
 def draw_checksum(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The 32 bytes (uint8, on the CPU) of a draw; they survive moves between devices, not casts."""
+    """Compute the 32 bytes (uint8, on the CPU) of a draw; they survive moves between devices, not casts."""
     exact = DRAW_MARK + bytes([DRAW_METHOD]) + _exact_part(tensors)
     data = exact + struct.pack(f"<{DRAW_SUMS}f", *_signed_sums(_numbers(tensors)))
     return torch.tensor(list(data), dtype=torch.uint8, device="cpu")
@@ -56,7 +56,7 @@ def checksum_fault(saved: torch.Tensor, tensors: Mapping[str, torch.Tensor]) -> 
     numbers = _numbers(tensors)
     there = np.array(struct.unpack(f"<{DRAW_SUMS}f", data[8:]))
     near = np.abs(there - _signed_sums(numbers)) <= DRAW_TOLERANCE * np.linalg.norm(numbers)
-    # A sum that is not a number is near nothing.
+    # A NaN sum matches nothing.
     if data[4:8] == _exact_part(tensors) and near.all():
         return None
     return (
@@ -82,7 +82,7 @@ def _exact_part(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def _signed_sums(numbers: np.ndarray) -> np.ndarray:
-    """Σ_i ±w_i for each of the fixed rows of signs."""
+    """Compute Σ_i ±w_i for each of the fixed rows of signs."""
     stream = np.random.Philox(key=DRAW_METHOD)
     sums = []
     for _ in range(DRAW_SUMS):
@@ -93,7 +93,7 @@ def _signed_sums(numbers: np.ndarray) -> np.ndarray:
 
 
 def site_generator(seed: int, site: str = "", number: int = 0) -> torch.Generator:
-    """A CPU generator whose stream depends on `seed`, the site name and the number of the draw only."""
+    """Return a CPU generator whose stream depends on `seed`, the site name and the number of the draw only."""
     again = f"\0{number}" if number else ""
     digest = hashlib.sha256(f"{int(seed)}:{site}{again}".encode()).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:7], "little"))
@@ -105,19 +105,19 @@ def construction_device() -> str:
 
 
 class Drawn(nn.Module):
-    """A module whose buffers follow from a seed. A member defines `draw_buffers` and `blank`, and calls `build`.
+    """A module whose buffers are determined by a seed. A member defines `draw_buffers` and `blank`, and calls `build`.
 
     Args:
-        seed: together with `site` decides the draw.
-        site: name of the place in the model that the draw serves.
+        seed: determines the draw together with `site`.
+        site: name of the place in the model that the draw is for.
         save: True keeps the draw in checkpoints. False keeps 32 bytes of checksum instead; it is drawn again on loading
             and loading fails if the checksum differs.
         redraw_every: redraw after this many training steps (see `advance`), or None for never.
 
     Attributes:
-        redrawable: whether everything follows from the seed alone, so that `save=False` is possible.
+        redrawable: whether everything is determined by the seed alone, so that `save=False` is possible.
         seeded: whether anything depends on the seed at all; False for deterministic designs, the same at every site.
-        resamplable: whether something is random, so that `redraw_every` is possible.
+        resamplable: whether anything is random, so that `redraw_every` is possible.
     """
 
     redrawable = True
@@ -131,7 +131,7 @@ class Drawn(nn.Module):
         self.seed, self.site, self.save, self.redraw_every = seed, site, save, redraw_every
 
     def draw_faults(self) -> list[str]:
-        """Messages for wishes about the draw that this class cannot fulfil."""
+        """Return messages about options of the draw that this class does not support."""
         every, name = self.redraw_every, type(self).__name__.lower()
         found = []
         if not self.save and not self.redrawable:
@@ -151,15 +151,15 @@ class Drawn(nn.Module):
         return found
 
     def build(self) -> None:
-        """Make the draw, and start to count the steps where it is not the last one."""
+        """Make the draw, and start to count steps unless it is the last one."""
         self.register_draw()
         if self.redraw_every is not None:
             self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=construction_device()))
 
     def register_draw(self) -> None:
-        """Register what `draw_buffers` keeps of the draw, as buffers."""
+        """Register the tensors of `draw_buffers` as buffers."""
         if self.save and construction_device() == "meta":
-            # A loader builds the model's shape first and brings the values from the checkpoint.
+            # A loader builds the model's shape first and fills in the values from the checkpoint.
             drawn = self.blank()
         else:
             drawn = self.draw_buffers(site_generator(self.seed, self.site))
@@ -175,14 +175,14 @@ class Drawn(nn.Module):
         raise TypeError(f"{type(self).__name__} does not define draw_buffers(); see Drawn")
 
     def blank(self) -> dict[str, torch.Tensor]:
-        """Tensors like those of `draw_buffers`, on the default device, with undefined values."""
+        """Return tensors like those of `draw_buffers`, on the default device, with undefined values."""
         raise TypeError(f"{type(self).__name__} does not define blank(); see Drawn")
 
     @torch.no_grad()
     def redraw(self, device: torch.device | None = None) -> None:
         """Draw again from (seed, site) and the number of draws that `advance` has made; learned parameters stay.
 
-        Needed where a loader left non-persistent buffers undefined. `device` None is where it was, or the CPU if that
+        Needed if a loader left non-persistent buffers undefined. `device` None keeps the device, or uses the CPU if it
         was "meta".
         """
         number = 0 if self.redraw_every is None else int(self.steps) // self.redraw_every
@@ -196,7 +196,7 @@ class Drawn(nn.Module):
     def advance(self) -> None:
         """Count a training step, and redraw after every `redraw_every`-th. Does nothing in eval.
 
-        Never called by a forward pass, of which gradient checkpointing makes two per step.
+        Never called by a forward pass, since gradient checkpointing runs two per step.
         """
         if self.redraw_every is None or not self.training:
             return
@@ -210,7 +210,7 @@ class Drawn(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating-point type in which the draw is stored."""
+        """Return the floating-point type in which the draw is stored."""
         return next(tensor.dtype for tensor in self.state_tensors() if tensor.is_floating_point())
 
     @property
@@ -222,7 +222,7 @@ class Drawn(nn.Module):
         return any(tensor.is_meta for tensor in self.state_tensors())
 
     def verify(self, checksum: torch.Tensor) -> None:
-        """ConfigError for a checkpoint whose checksum is not that of the draw made here from (seed, site)."""
+        """Raise ConfigError for a checkpoint whose checksum differs from that of the draw from (seed, site)."""
         if checksum.device.type == "meta":
             return
         fault = checksum_fault(checksum, self.draw_buffers(site_generator(self.seed, self.site)))
@@ -237,7 +237,7 @@ class Drawn(nn.Module):
 
 
 def _verify_checksum(module: nn.Module, state_dict: dict, prefix: str, *args: object) -> None:
-    """The check for everything that goes through load_state_dict; see `Drawn.__setattr__` for the rest."""
+    """Check everything that goes through load_state_dict; see `Drawn.__setattr__` for the rest."""
     assert isinstance(module, Drawn)
     if (saved := state_dict.get(prefix + "checksum")) is not None:
         module.verify(saved)

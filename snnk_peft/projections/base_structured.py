@@ -1,4 +1,4 @@
-"""Weight matrices with a fast transform: the factors of W are kept and applied, or W itself, whichever is faster.
+"""Weight matrices with a fast transform: either the factors of W or W itself is kept, whichever is faster.
 
 Shapes: W is (num_features, dim), x is (..., dim), the result (..., num_features). Both forms are the same matrix.
 """
@@ -17,10 +17,10 @@ from snnk_peft.projections.base_drawn import site_generator
 
 
 class Structured(Projection):
-    """A matrix with few parameters that a fast transform applies, instead of a dense product.
+    """A matrix with few parameters, applied by a fast transform instead of a dense product.
 
-    A member draws its factors and says how they act on vectors; what is kept, the factors or the dense W, follows
-    from `fast`. Both hold the same matrix for the same seed.
+    A member draws its factors and defines how they act on vectors; whether the factors or the dense W are kept depends
+    on `fast`. Both hold the same matrix for the same seed.
 
     Attributes:
         fast_from: the size from which the fast transform wins on a CPU.
@@ -53,11 +53,11 @@ class Structured(Projection):
         return super().settle()
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The factors by name, on the CPU: fp32, or int64 for indices."""
+        """Draw the factors by name, on the CPU: fp32, or int64 for indices."""
         raise TypeError(f"{type(self).__name__} does not define draw_factors(); see Structured")
 
     def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """x Wᵀ by the fast transform: x (..., dim) -> (..., num_features); all of one dtype, fp32 or finer."""
+        """Compute x Wᵀ by the fast transform: x (..., dim) -> (..., num_features); all of one dtype, fp32 or finer."""
         raise TypeError(f"{type(self).__name__} does not define project(); see Structured")
 
     def dense(self, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -66,15 +66,15 @@ class Structured(Projection):
         return self.project(torch.eye(self.dim, dtype=like.dtype, device=like.device), factors).T.contiguous()
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """W in fp64, from factors in fp32."""
+        """Compute W in fp64 from factors in fp32."""
         return self.dense(as_dtype(self.draw_factors(generator), torch.float64))
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The factors if fast, else W."""
+        """Return the factors if fast, else W."""
         return self.draw_factors(generator) if self.fast else super().draw_buffers(generator)
 
     def blank(self) -> dict[str, torch.Tensor]:
-        """Undefined tensors of the right shapes; drawing a few factors is the short way to know them."""
+        """Return undefined tensors of the right shapes; drawing a few factors is the easiest way to find these."""
         if not self.fast:
             return super().blank()
         drawn = self.draw_factors(site_generator(self.seed, self.site))
@@ -85,10 +85,10 @@ class Structured(Projection):
         return as_dtype({name: getattr(self, name) for name in self._drawn}, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x Wᵀ for x (..., dim); result (..., num_features) in the dtype of x, computed in fp32 or finer."""
+        """Compute x Wᵀ for x (..., dim); result (..., num_features) in the dtype of x, computed in fp32 or finer."""
         if not self.fast:
             return super().forward(x)
-        if x.numel() == 0:  # Fourier transforms refuse an empty batch
+        if x.numel() == 0:  # Fourier transforms reject an empty batch
             return x[..., :1].expand(*x.shape[:-1], self.num_features)
         wide = torch.promote_types(x.dtype, torch.float32)
         with full_precision(x):
@@ -104,5 +104,5 @@ class Structured(Projection):
 
 
 def as_dtype(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Floating-point tensors in `dtype`, indices as they are."""
+    """Return floating-point tensors in `dtype`, indices unchanged."""
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}

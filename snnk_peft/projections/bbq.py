@@ -3,10 +3,10 @@
     ω_ij = Q_j(u_ij) = g_j(Φ⁻¹(u_ij)),  u_i uniform points in the unit cube, Φ⁻¹ the normal quantile function
     g_j(z) = b_j + ∫₀^z slope_j,  slope_j > 0 and constant on each of `segments` intervals of equal probability
 
-g_j is increasing, so every Q_j is a quantile function, of a distribution with independent coordinates. At the start
+g_j is increasing, so every Q_j is a quantile function, of a distribution with independent coordinates. Initially
 b = 0 and all slopes are 1: Q is the normal quantile function and W the draw it replaces. The points are scrambled Sobol
-points, which fill the cube evenly (every one of them is uniform, so estimates are unbiased at the start), or random
-ones. What is saved as noise is Φ⁻¹(u).
+points, which fill the cube evenly (every one of them is uniform, so estimates are initially unbiased), or random
+ones. The saved noise is Φ⁻¹(u).
 
 Cost: as gaussian, plus forming W: segments · num_features · dim. Parameters: (segments + 1) · dim.
 """
@@ -68,37 +68,37 @@ class Bbq(Learned):
         return found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """Normal quantiles of the points, (num_features, dim)."""
+        """Return normal quantiles of the points, (num_features, dim)."""
         if self.points == "random":
             return super().draw(generator)
         return torch.special.ndtri(sobol(self.num_features, self.dim, generator))
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The normal quantile function in every coordinate."""
+        """Start with the normal quantile function in every coordinate."""
         return {
             "log_slope": torch.zeros(self.dim, self.segments, device="cpu"),
             "offset": torch.zeros(self.dim, device="cpu"),
         }
 
     def warp(self, z: torch.Tensor) -> torch.Tensor:
-        """g: z (..., dim) -> (..., dim), each coordinate with its own increasing function."""
+        """Apply g: z (..., dim) -> (..., dim), each coordinate with its own increasing function."""
         knots = [NormalDist().inv_cdf(k / self.segments) for k in range(1, self.segments)]
         edges = [None, *knots, None]
         result = z + self.offset
         for extra, low, high in zip(torch.expm1(self.log_slope).unbind(-1), edges[:-1], edges[1:], strict=True):
-            # How much of the way from 0 to z lies in this interval, times (slope − 1).
+            # The part of the way from 0 to z in this interval, times (slope − 1).
             result = result + extra * (clipped_between(z, low, high) - clipped_between(torch.zeros_like(z), low, high))
         return result
 
     def quantile(self, levels: torch.Tensor) -> torch.Tensor:
-        """Q: levels (..., dim) in (0, 1) -> (..., dim)."""
+        """Apply Q: levels (..., dim) in (0, 1) -> (..., dim)."""
         return self.warp(torch.special.ndtri(levels))
 
     def rows(self) -> torch.Tensor:
-        """W (num_features, dim): the quantiles of the saved points."""
+        """Return W (num_features, dim), the quantiles of the saved points."""
         return self.warp(self.noise)
 
 
 def clipped_between(z: torch.Tensor, low: float | None, high: float | None) -> torch.Tensor:
-    """z limited to [low, high], either of which may be absent."""
+    """Clamp z to [low, high], either of which may be absent."""
     return z if low is None and high is None else z.clamp(low, high)

@@ -1,7 +1,7 @@
-"""Rows and biases made from the queries and keys of an attention layer; `calibrate` does so (solvers/centroids.py).
+"""Rows and biases computed by `calibrate` from queries and keys of an attention layer (solvers/centroids.py).
 
 Rows of queries and of keys differ, and every head has its own: a part over this projection always has such maps. Until
-they are fitted the rows are a Gaussian draw, which stands for nothing; afterwards they can be learned.
+they are fitted, the rows are a meaningless Gaussian draw; afterwards they can be learned.
 
 Cost: as gaussian; num_features · (dim + 1) parameters.
 """
@@ -27,11 +27,11 @@ class Centroids(Learned):
     of_attention = True
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """None: what was random at the start is replaced."""
+        """Return no buffers: the initial random values are replaced."""
         return {}
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """W, and a bias of zeros."""
+        """Return W, and a bias of zeros."""
         return {"weight": self.draw(generator), "bias": torch.zeros(self.num_features, device="cpu")}
 
     def rows(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ columns), B random signs, Π a random permutation, G standard normal numbers, S_
 Row i before S is a sum of the n orthogonal rows of Π H B, all of length √n, with coefficients ±G_kk. So for any B and Π
 its direction is uniform on the sphere and independent of ‖G‖, its length is √n ‖G‖, and S replaces that by s_i: each
 row alone is exactly N(0, I), also in its first dim coordinates, and estimates are unbiased. But the rows of a block
-share the n numbers G, which for many functions costs variance compared with independent rows.
+share the n numbers G, which for many functions increases the variance compared with independent rows.
 
 Cost per vector: O(m log n) by the transform, m · dim as a dense product.
 """
@@ -35,7 +35,7 @@ class Fastfood(Structured):
     fast_from = HADAMARD_FAST_FROM
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """B, Π, G and S of all blocks; see `fastfood_product` for their shapes."""
+        """Draw B, Π, G and S of all blocks; see `fastfood_product` for their shapes."""
         n = next_power_of_two(self.dim)
         blocks = -(-self.num_features // n)
         signs = random_signs(blocks, n, generator=generator)
@@ -46,6 +46,6 @@ class Fastfood(Structured):
         return {"signs": signs, "permutation": torch.cat(shuffles), "gaussian": gaussian, "scaling": scaling}
 
     def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Pad, apply the factors to all blocks, cut to num_features."""
+        """Pad, apply the factors to all blocks, truncate to num_features."""
         padded = torch.nn.functional.pad(x, (0, factors["signs"].shape[-1] - self.dim))
         return fastfood_product(padded, **factors).flatten(-2)[..., : self.num_features]

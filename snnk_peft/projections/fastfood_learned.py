@@ -6,11 +6,11 @@ Eq. 6; Spectraformer, Eq. 17).
 H is the Walsh-Hadamard matrix, Π a permutation, B random signs, G Gaussian, S = χ_d / ‖G‖: every row is N(0, I) at the
 start, so this begins as exact Fastfood at the kernel it replaces. (Spectraformer prints ‖G‖^-½ and drops d^-½.) The
 bandwidth 1/σ of the papers is part of S. Only χ_d is stored for S and ‖G‖ is computed, so that a G that is learned or
-redrawn leaves the lengths of the rows alone. Where dim is no power of two, d is the next one and x is padded with
+redrawn does not affect the lengths of the rows. If dim is not a power of two, d is the next one and x is padded with
 zeros, which keeps dot products; values that act on the padding only are not stored.
 
 Cost: O(num_features · log d) per vector. About 2 to 4 parameters per row instead of dim; no dense W is kept. Below
-d = 1024 a dense product is faster (recipes/benchmarks/feature_maps.py), so W is formed in passing where there are
+d = 1024 a dense product is faster (recipes/benchmarks/feature_maps.py), so W is formed on the fly if there are
 more vectors than it has columns.
 """
 
@@ -72,7 +72,7 @@ class FastfoodLearned(Learned):
 
     @property
     def order(self) -> int:
-        """Rows of a block, d: `dim` or the next power of two."""
+        """Return the rows of a block, d: `dim` or the next power of two."""
         return next_power_of_two(self.dim)
 
     @property
@@ -80,13 +80,13 @@ class FastfoodLearned(Learned):
         return -(-self.num_features // self.order)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Permutations, and the diagonals that are not learned."""
+        """Draw permutations, and the diagonals that are not learned."""
         shifted = [random_permutation(self.order, generator) + block * self.order for block in range(self.blocks)]
         kept = {} if self.learn == "SGB" else self._diagonals(generator)
         return {"permutation": torch.cat(shifted), **kept}
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Lengths of Gaussian vectors, and the other diagonals if they are learned."""
+        """Draw lengths of Gaussian vectors, and the other diagonals if they are learned."""
         learned = self._diagonals(generator) if self.learn == "SGB" else {}
         return {"lengths": gaussian_lengths(self.num_features, self.order, generator), **learned}
 
@@ -97,7 +97,7 @@ class FastfoodLearned(Learned):
         return {"gauss": gauss, "signs": signs}
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """x Vᵀ, all in the dtype of x."""
+        """Compute x Vᵀ, all in the dtype of x."""
         pad, padding = nn.functional.pad, (0, self.order - self.dim)
         lengths = pad(self.lengths.to(x.dtype), (0, self.blocks * self.order - self.num_features))
         gauss = nn.functional.normalize(self.gauss.to(x.dtype), dim=-1, eps=torch.finfo(x.dtype).tiny)
@@ -106,16 +106,16 @@ class FastfoodLearned(Learned):
         return rows.flatten(-2)[..., : self.num_features]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x Vᵀ for x (..., dim) in fp32 or finer, by fast transforms or, where faster, through V; dtype of x."""
+        """Compute x Vᵀ for x (..., dim) in fp32 or finer by fast transforms or, if faster, through V; dtype of x."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with full_precision(x):
-            # An exported graph is for every number of vectors.
+            # An exported graph must work for any number of vectors.
             if self.order >= FAST_FROM or exporting() or x.numel() <= self.dim**2:
                 return self._product(wide).to(x.dtype)
             rows = self._product(torch.eye(self.dim, dtype=wide.dtype, device=x.device)).T
             return nn.functional.linear(wide, rows).to(x.dtype)
 
     def rows(self) -> torch.Tensor:
-        """V as a dense (num_features, dim) tensor, computed when asked for."""
+        """Return V as a dense (num_features, dim) tensor, computed on demand."""
         wide = torch.promote_types(self.dtype, torch.float32)
         return self._product(torch.eye(self.dim, dtype=wide, device=self.device)).T.to(self.dtype)

@@ -1,6 +1,6 @@
 """Rows without any structure: every entry of W is trained (Spectraformer's "weight matrix learner" at its plainest).
 
-W starts as an independent Gaussian draw, or as block-orthogonal Gaussian rows, of which estimates have less variance.
+W starts as an independent Gaussian draw, or as block-orthogonal Gaussian rows, whose estimates have less variance.
 
 Cost: as gaussian; num_features · dim parameters, and num_features for a bias.
 """
@@ -63,11 +63,11 @@ class Free(Learned):
         self.weight.copy_(rows)
 
     def draw_buffers(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """None: what was random at the start is learned."""
+        """Return no buffers: the initial random values are learned."""
         return {}
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """W, and a bias of zeros if wanted."""
+        """Return W, and a bias of zeros if requested."""
         bias = {"bias": torch.zeros(self.num_features, device="cpu")} if self.with_bias else {}
         return {"weight": self.draw(generator), **bias}
 

@@ -1,14 +1,14 @@
-"""Rows made from noise by a small network (Learning the Transformer Kernel, Eqs. 7, 8, 11).
+"""Rows generated from noise by a small network (Learning the Transformer Kernel, Eqs. 7, 8, 11).
 
     ω = skip ⊙ n + gain ⊙ tanh(g(n)),  n ~ N(0, I) saved noise
     g: four times [linear, batch normalisation over the rows, LeakyReLU], then a linear layer; all of width dim
 
-The paper's generator is the case skip = 0, gain = 1. Here both are learned vectors, skip = 1 and gain = 1 at the start,
-and the last linear layer is zero at the start: ω is then exactly the noise, and the kernel the one that is replaced.
+The paper's generator is the case skip = 0, gain = 1. Here both are learned vectors, initially skip = 1 and gain = 1,
+and the last linear layer is initially zero: ω is then exactly the noise, and the kernel the one that is replaced.
 (So in the first step only skip and the last layer have gradients; after it all do.) The paper's tanh alone would keep
 every entry of W within ±1.
 
-The normalisation always uses the mean and variance of the num_features rows themselves. They are all there in eval too,
+The normalisation always uses the mean and variance of the num_features rows themselves. They all exist in eval too,
 so running averages are not needed, W in eval is the W that was trained, and a forward pass changes nothing.
 
 Cost: as gaussian, plus forming W: 5 · num_features · dim² MACs. Parameters: 5 dim² + 11 dim. The paper shares
@@ -34,8 +34,8 @@ class Generative(Learned):
 
     Attributes:
         hidden: weights of the four hidden layers, (4, dim, dim); the normalisation after each replaces biases.
-        row_scale: what normalised units are multiplied with, (4, dim).
-        row_shift: what is added to them, (4, dim).
+        row_scale: factors on the normalised units, (4, dim).
+        row_shift: offsets added to them, (4, dim).
         out: weights of the last layer, (dim, dim).
         out_bias: its biases, (dim,).
         skip: share of the noise in W, (dim,).
@@ -55,7 +55,7 @@ class Generative(Learned):
     gain: torch.Tensor
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Random hidden layers, a last layer of zeros, neutral scales."""
+        """Return random hidden layers, a last layer of zeros, neutral scales."""
         d = self.dim
         hidden = normal_numbers(GENERATOR_DEPTH, d, d, generator=generator)
         return {
@@ -69,7 +69,7 @@ class Generative(Learned):
         }
 
     def rows(self) -> torch.Tensor:
-        """W (num_features, dim), one pass of the network over all rows."""
+        """Compute W (num_features, dim) in one pass of the network over all rows."""
         h = self.noise
         for weight, scale, shift in zip(self.hidden, self.row_scale, self.row_shift, strict=True):
             h = nn.functional.leaky_relu(standardized_rows(h @ weight.T) * scale + shift)
@@ -77,7 +77,7 @@ class Generative(Learned):
 
 
 def standardized_rows(h: torch.Tensor) -> torch.Tensor:
-    """Each column of h (rows, dim) minus its mean, divided by its standard deviation; statistics in at least fp32."""
+    """Standardise each column of h (rows, dim) by its mean and standard deviation, computed in at least fp32."""
     wide = h.to(torch.promote_types(h.dtype, torch.float32))
     centred = wide - wide.mean(0)
     return (centred * (centred.square().mean(0) + EPSILON_ROWS).rsqrt()).to(h.dtype)

@@ -1,7 +1,7 @@
 """Independent geometric entries: P(ω_il = k) = p (1 − p)ᵏ, k = 0, 1, 2, ..., the number of failures before the first
 success, for geometric random features (Likhosherstov et al. 2022).
 
-The component divides by the same p, so any p gives an unbiased kernel; it decides the variance. Rows are independent
+The component divides by the same p, so any p gives an unbiased kernel; it sets the variance. Rows are independent
 draws from the stated distribution.
 
 Cost: as gaussian.

@@ -4,14 +4,14 @@
 
     cos/sin features estimate  K(x, y) = Σ_c 1/C exp(−½ δᵀΣ_cδ) cos(μ_cᵀδ),  δ = x − y,  K(x, x) = 1
 
-The paper prints Σ n where Σ^½ n is meant, and its code estimates 2K. Every component has rows with +μ and rows with −μ,
+The paper prints Σ n but means Σ^½ n, and its code estimates 2K. Every component has rows with +μ and rows with −μ,
 so that kernels are real and even. Their noise is independent, unlike the paper's: with n shared between the two, all
 rows would come in equal pairs at the start (μ = 0), half of them wasted, and the gradient for μ would be zero there
-forever. Components start equal, Σ = I and μ = 0, hence at the kernel they replace; their noise distinguishes them.
+forever. Components start equal, Σ = I and μ = 0, at the kernel they replace; their noise distinguishes them.
 
 The 2C groups of rows (component and sign) are equally large and all rows count the same: mixing weights are fixed, as
 in the paper, because learned ones would multiply every feature, and a component that should count more can have a twin.
-Row i belongs to group i mod 2C, so that what components of a feature map vary evenly along the rows (phases) is even
+Row i belongs to group i mod 2C, so that whatever a feature map varies evenly along the rows (phases) is even
 within each group. Take a multiple of 2C for num_features: otherwise the first groups have one row more, 1/C becomes the
 component's share of the rows (`shares`), and ± is off balance by that row.
 
@@ -87,7 +87,7 @@ class Gmm(Learned):
         }
 
     def rows(self) -> torch.Tensor:
-        """W (num_features, dim): Σ_c^½ n ± μ_c; rows c, c + 2C, ... with +, those C further on with −, c < C."""
+        """Return W (num_features, dim): Σ_c^½ n ± μ_c; rows c, c + 2C, ... with +, those C further on with −, c < C."""
         result, groups = torch.empty_like(self.noise), 2 * self.components
         for group in range(groups):
             root, mean = self.root[group % self.components], self.mean[group % self.components]
@@ -97,11 +97,11 @@ class Gmm(Learned):
         return result
 
     def shares(self) -> torch.Tensor:
-        """The share of each component in the rows, (C,) in fp64: 1/C, or nearly."""
+        """Return the share of each component in the rows, (C,) in fp64: 1/C, or nearly."""
         return self._members("cpu").bincount(minlength=self.components).double() / self.num_features
 
     def _members(self, device: torch.device | str) -> torch.Tensor:
-        """The component of each row, (num_features,)."""
+        """Return the component of each row, (num_features,)."""
         return torch.arange(self.num_features, device=device) % (2 * self.components) % self.components
 
     def gaussians(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -120,7 +120,7 @@ class Gmm(Learned):
         return torch.diag_embed(self.root.square()) if self.covariance == "diagonal" else self.root @ self.root.mT
 
     def kernel(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """The exact kernel of cos/sin features, Eq. 4: x and y (..., dim) broadcast over leading axes, result (...)."""
+        """Compute the exact kernel of cos/sin features, Eq. 4, for broadcasting x and y (..., dim); result (...)."""
         delta = (x - y).unsqueeze(-2)
         spread = torch.einsum("...cd,cde,...ce->...c", delta, self.covariances().to(delta.dtype), delta)
         terms = torch.exp(-spread / 2) * torch.cos((delta * self.mean.to(delta.dtype)).sum(-1))

@@ -1,7 +1,7 @@
-"""No matrix at all: W = I, features are a function of the coordinates themselves.
+"""No matrix at all: W = I, so features are a function of the coordinates themselves.
 
 The linear attention of Katharopoulos et al. (2020) and the lecture is `elu` over this: φ(x) = elu(x) + 1, up to the
-factor m^-½ that cancels in attention. Rows are no sample of anything, so no kernel is estimated; components whose
+factor m^-½ that cancels in attention. Rows are not a sample of anything, so no kernel is estimated; components whose
 features are an average over random rows (posrf and its kin) do not fit. num_features is dim.
 
 Cost: none.
@@ -22,7 +22,7 @@ class Identity(Projection):
     """W = I. Arguments as in `Projection`; num_features must be dim.
 
     Attributes:
-        ones: the diagonal of W, (dim,); no more of it is kept.
+        ones: the diagonal of W, (dim,); nothing else of it is kept.
     """
 
     formula = "W = I"

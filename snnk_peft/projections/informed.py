@@ -1,7 +1,7 @@
-"""Rows made from the gradients of one labelled pass; `calibrate_adapters` does so (solvers/gradient_rows.py).
+"""Rows computed by `calibrate_adapters` from the gradients of one labelled pass (solvers/gradient_rows.py).
 
 Fixed afterwards, as the rows of a random feature map are; for rows that are trained from there, use `free`. Until they
-are made they are a Gaussian draw.
+are computed, they are a Gaussian draw.
 
 Cost: as gaussian.
 """
@@ -30,7 +30,7 @@ class Informed(Projection):
     takes_rows = True
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """W until it is made: (num_features, dim) standard normal numbers."""
+        """Draw the initial W: (num_features, dim) standard normal numbers."""
         return normal_numbers(self.num_features, self.dim, generator=generator)
 
     @torch.no_grad()

@@ -1,11 +1,11 @@
-"""Rows made from noise by an invertible network (Spectraformer, appendix A.4, "INN").
+"""Rows generated from noise by an invertible network (Spectraformer, appendix A.4, "INN").
 
     ω = (layer_L ∘ ... ∘ layer_1)(n),  n ~ N(0, I) saved noise
     layer:  x <- x ⊙ exp(a) + b                                     a scale and shift per coordinate (ActNorm)
             x_moved <- x_moved ⊙ exp(tanh(s)) + t,  (s, t) = network(x_kept)           an affine coupling
 
 Odd layers keep the coordinates 0, 2, 4, ... and move the others, even layers the other way round, so two layers move
-everything. Every layer has an inverse in closed form (`inverse`). At the start a, b and the last layer of each network
+everything. Every layer has an inverse in closed form (`inverse`). Initially a, b and the last layer of each network
 are zero, which makes every layer the identity and ω exactly the noise: the kernel that is replaced.
 
 Cost: as gaussian, plus forming W: about 1.5 · layers · num_features · dim² / 2 MACs.
@@ -63,7 +63,7 @@ class Inn(Learned):
         super().__init__(dim, num_features, **kwargs)  # type: ignore[arg-type]
 
     def initial(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The identity: random hidden layers, everything after them zero."""
+        """Start from the identity: random hidden layers, everything after them zero."""
         d, count = self.dim, self.layers
         start = {name: torch.zeros(count, d, device="cpu") for name in ("log_scale", "shift", "hidden_bias")}
         for layer in range(count):
@@ -76,13 +76,13 @@ class Inn(Learned):
         return start
 
     def _coupling(self, layer: int, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-scales (bounded, so that no row can run away) and shifts of the moved coordinates."""
+        """Return log-scales (bounded, so that no row can diverge) and shifts of the moved coordinates."""
         hidden = torch.nn.functional.silu(kept @ getattr(self, f"hidden_{layer}").T + self.hidden_bias[layer])
         log_scale, shift = (hidden @ getattr(self, f"out_{layer}").T + getattr(self, f"out_bias_{layer}")).chunk(2, -1)
         return torch.tanh(log_scale), shift
 
     def rows(self) -> torch.Tensor:
-        """W (num_features, dim), one pass of the network over all rows."""
+        """Compute W (num_features, dim) in one pass of the network over all rows."""
         x = self.noise
         for layer in range(self.layers):
             x = x * self.log_scale[layer].exp() + self.shift[layer]
@@ -93,7 +93,7 @@ class Inn(Learned):
         return x
 
     def inverse(self, rows: torch.Tensor) -> torch.Tensor:
-        """The noise that gives `rows`, both (any number, dim)."""
+        """Return the noise that gives `rows`, both (any number, dim)."""
         for layer in reversed(range(self.layers)):
             even = layer % 2
             kept, moved = rows[:, even::2], rows[:, 1 - even :: 2]
@@ -104,7 +104,7 @@ class Inn(Learned):
 
 
 def interleaved_columns(kept: torch.Tensor, moved: torch.Tensor, first: int) -> torch.Tensor:
-    """Columns of `kept` at positions first, first + 2, ..., those of `moved` at the others."""
+    """Interleave columns: `kept` at positions first, first + 2, ..., `moved` at the others."""
     rows = kept.new_empty(kept.shape[0], kept.shape[1] + moved.shape[1])
     rows[:, first::2], rows[:, 1 - first :: 2] = kept, moved
     return rows

@@ -68,14 +68,14 @@ class Landmark(Projection):
     def from_layer(
         cls, layer: nn.Linear, num_features: int, *, importance: torch.Tensor | None = None, **kwargs: Any
     ) -> Landmark:
-        """Rows of a layer and their biases; see `Projection.from_layer`."""
+        """Create rows of a layer and their biases; see `Projection.from_layer`."""
         with at_hand(layer):
             bias = None if layer.bias is None else layer.bias.detach()
             tensors = {"source_weight": layer.weight.detach(), "source_bias": bias, "importance": importance}
             return cls(layer.in_features, num_features, **tensors, **kwargs)
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """Zeros: the rows are copied from the pretrained weight by `select`."""
+        """Return zeros: the rows are copied from the pretrained weight by `select`."""
         return torch.zeros(self.num_features, self.dim, device="cpu")
 
     @torch.no_grad()

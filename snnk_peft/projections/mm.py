@@ -25,7 +25,7 @@ from snnk_peft.options import Option
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.projections.base import Projection
 
-SMALLEST_EIGENVALUE = 1e-5  # of the largest; below, whitening would blow rounding errors up to visible ones
+SMALLEST_EIGENVALUE = 1e-5  # relative to the largest; below it, whitening would amplify rounding errors
 
 
 @PROJECTIONS.register("mm")
@@ -63,11 +63,11 @@ class Mm(Projection):
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
-        """Two rows or more; more than dim to match the covariance."""
+        """Require at least two rows; more than dim to match the covariance."""
         return max(2, num_features, dim + 1 if params.get("covariance") else 0)
 
     def settle(self) -> list[str]:
-        """Decide what can be matched."""
+        """Determine what can be matched."""
         found = super().settle()
         if self.sequence == "sobol" and self.dim > MAX_SOBOL_DIM:
             found.append(f"mm dim is {self.dim}; sequence 'sobol' has {MAX_SOBOL_DIM} at most, use 'halton'")

@@ -6,10 +6,10 @@ variance. num_features > dim stacks ⌈num_features / dim⌉ blocks and truncate
 
 With coupled norms (Reid et al. 2024, "pairwise norm-coupled") rows 1 and 2, 3 and 4, ... of a block have the norms
 F⁻¹(u) and F⁻¹(1 − u), F the distribution function of χ_dim: where one is long the other is short. Each alone is still
-χ_dim and independent of its direction, so each row is N(0, I) and estimates are unbiased. What a pair has in common
+χ_dim and independent of its direction, so each row is N(0, I) and estimates are unbiased. The common part of a pair
 shrinks: for positive features E[e^{ω₁·v} e^{ω₂·v}] is the mean of a convex function of ‖ω₁‖² + ‖ω₂‖². Over
 a whole block in 8 dimensions and for ‖v‖ = 1 this takes an eighth off the variance of `hyprf` and 2 % off that of
-`posrf`, most of which is due to the directions. What is left of a block of odd size is one row without a partner.
+`posrf`, most of which is due to the directions. A block of odd size has one row without a partner.
 
 Cost: as gaussian; drawing takes one QR factorisation per block, in fp64.
 """
@@ -56,7 +56,7 @@ class Orf(Projection):
         self.unbiased = self.sampled_lengths = norms != "sqrt_dim"
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """(num_features, dim) in fp64; rows of a block are orthogonal to rounding."""
+        """Draw (num_features, dim) in fp64; rows of a block are orthogonal to rounding."""
         rows = block_orthogonal(self.num_features, self.dim, generator)
         if self.norms == "sqrt_dim":
             return rows * self.dim**0.5

@@ -63,16 +63,16 @@ class Pmodel(Structured):
         super().__init__(dim, num_features, **kwargs)
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The Gaussian numbers g of each block, (blocks, dim) or (blocks, 2·dim − 1)."""
+        """Draw the Gaussian numbers g of each block, (blocks, dim) or (blocks, 2·dim − 1)."""
         shape = -(-self.num_features // self.dim), PMODEL_STRUCTURES[self.structure][0](self.dim)
         return {"gaussian": normal_numbers(*shape, generator=generator).float()}
 
     def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Convolve with each block's values, cut to num_features."""
+        """Convolve with each block's values, truncated to num_features."""
         product = PMODEL_STRUCTURES[self.structure][1]
         return product(x, factors["gaussian"]).flatten(-2)[..., : self.num_features]
 
     def dense(self, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """W by indexing: exact, where transforms would round."""
+        """Compute W by indexing, which is exact, while transforms would round."""
         blocks = PMODEL_STRUCTURES[self.structure][2](factors["gaussian"])
         return blocks.flatten(0, 1)[: self.num_features].contiguous()

@@ -1,6 +1,6 @@
 """Independent Poisson entries: P(ω_il = k) = e^{−λ} λᵏ / k!, for Poisson random features (Likhosherstov et al. 2022).
 
-The component divides by the same λ, so any rate gives an unbiased kernel; it decides the variance. Rows are independent
+The component divides by the same λ, so any rate gives an unbiased kernel; it sets the variance. Rows are independent
 draws from the stated distribution.
 
 Cost: as gaussian.
@@ -58,8 +58,8 @@ class Poisson(Projection):
 
 
 def poisson_table(rate: float) -> tuple[int, torch.Tensor]:
-    """The least number worth mentioning and P(ω <= k) from it on, until what is left is below rounding."""
-    mode, masses = int(rate), [1.0]  # relative to that of the mode: e^{−λ} would be 0 for a large λ
+    """Return the least number that matters and P(ω <= k) from it on, until the rest is below rounding."""
+    mode, masses = int(rate), [1.0]  # relative to the mode's: e^{−λ} would be 0 for a large λ
     while masses[-1] > 1e-20:
         masses.append(masses[-1] * rate / (mode + len(masses)))
     below = [1.0]

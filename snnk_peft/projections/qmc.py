@@ -46,7 +46,7 @@ class Qmc(Projection):
         super().__init__(dim, num_features, **kwargs)
 
     def settle(self) -> list[str]:
-        """Sobol's sequence is tabulated up to a dimension."""
+        """Check the dimension, up to which Sobol's sequence is tabulated."""
         found = super().settle()
         if self.sequence == "sobol" and self.dim > MAX_SOBOL_DIM:
             found.append(f"qmc dim is {self.dim}; sequence 'sobol' has {MAX_SOBOL_DIM} at most, use 'halton'")

@@ -1,7 +1,7 @@
 """Independent ±1 entries (Rademacher), as random Maclaurin features need them (Kar & Karnick 2012).
 
 E[ω ωᵀ] = I as for Gaussian rows, but higher moments differ: only components that ask for "rademacher" accept it.
-Unbiased for these: rows are independent draws from the stated distribution.
+Unbiased for these, since rows are independent draws from the stated distribution.
 
 Cost: as gaussian.
 """

@@ -74,11 +74,11 @@ class Rom(Structured):
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
-        """Any number; with complex entries the next even one."""
+        """Return the number itself; with complex entries, the next even one."""
         return num_features + num_features % 2 if params.get("complex_unit") else num_features
 
     def settle(self) -> list[str]:
-        """Complex rows come as pairs of real ones."""
+        """Require an even number, since complex rows are pairs of real ones."""
         found = super().settle()
         if self.complex_unit and self.num_features % 2:
             found.append(
@@ -88,7 +88,7 @@ class Rom(Structured):
         return found
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """Signs in the order in which they act (t, blocks, n); with `complex_unit`, one fewer, and (2, blocks, n)."""
+        """Draw signs in order of action (t, blocks, n); with `complex_unit`, one fewer, and (2, blocks, n)."""
         n = next_power_of_two(self.dim)
         rows = self.num_features // (2 if self.complex_unit else 1)
         blocks = -(-rows // n)
@@ -99,7 +99,7 @@ class Rom(Structured):
         return {"signs": signs, "circle": torch.stack((angle.cos(), angle.sin())).float()}
 
     def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Pad, apply the factors to all blocks, cut to num_features."""
+        """Pad, apply the factors to all blocks, truncate to num_features."""
         signs = factors["signs"]
         n = signs.shape[-1]
         padded = torch.nn.functional.pad(x, (0, n - self.dim))

@@ -31,17 +31,17 @@ class Scrf(Structured):
     fast_from = FOURIER_FAST_FROM
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """First columns and row signs, both (blocks, dim)."""
+        """Draw first columns and row signs, both (blocks, dim)."""
         blocks = -(-self.num_features // self.dim)
         column = normal_numbers(blocks, self.dim, generator=generator).float()
         return {"column": column, "signs": random_signs(blocks, self.dim, generator=generator)}
 
     def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Convolve with each column, sign, cut to num_features."""
+        """Convolve with each column, apply signs, truncate to num_features."""
         z = circulant_product(x, factors["column"]) * factors["signs"]
         return z.flatten(-2)[..., : self.num_features]
 
     def dense(self, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """W by indexing: exact, where transforms would round."""
+        """Compute W by indexing, which is exact, while transforms would round."""
         rows = circulant_matrix(factors["column"]) * factors["signs"].unsqueeze(-1)
         return rows.flatten(0, 1)[: self.num_features].contiguous()

@@ -6,8 +6,8 @@ and for powers of one coordinate up to the fifth: Σ a = 1, Σ a p pᵀ = I, Σ 
 ±11.62.) The weight of the node 0 is negative from dim = 4 on; each tower carries √|a_i|, the second one also the sign.
 Mixed moments of degree 4 are missed, so in many dimensions the estimate is good for short vectors only.
 
-Deterministic, hence not unbiased: an error remains that no number of features removes. With `rotate` the nodes are
-turned by a Haar matrix; polynomials up to degree 3 are still integrated exactly.
+Deterministic, and so not unbiased: an error remains that no number of features removes. With `rotate` the nodes are
+rotated by a Haar matrix; polynomials up to degree 3 are still integrated exactly.
 
 Cost: as gaussian.
 """
@@ -65,7 +65,7 @@ class Sgq(Projection):
         return found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """The nodes 0, √3 e_i, −√3 e_i, rotated if wanted, in fp64."""
+        """Return the nodes 0, √3 e_i, −√3 e_i, rotated if requested, in fp64."""
         axes = 3**0.5 * (
             haar(self.dim, generator) if self.rotate else torch.eye(self.dim, dtype=torch.float64, device="cpu")
         )
@@ -73,7 +73,7 @@ class Sgq(Projection):
 
     @property
     def feature_weights(self) -> torch.Tensor:
-        """1 − dim/3 for the node 0, 1/6 for the others."""
+        """Return 1 − dim/3 for the node 0, 1/6 for the others."""
         weights = torch.full((self.num_features,), 1 / 6, dtype=self.dtype, device=self.device)
         weights[0] = 1 - self.dim / 3
         return weights

@@ -2,9 +2,9 @@
 
 The rows of S are the dim unit vectors to the corners of a regular simplex, which lies in dim − 1 dimensions; R is a
 Haar orthogonal matrix, D holds independent χ_dim lengths. Any two rows of a block meet at an angle a little over 90°,
-as far apart as all of them can be, which is what positive features (posrf) profit from.
+as far apart as possible, from which positive features (posrf) benefit.
 
-With weight-dependent coupling ("SimRF+") the directions depend on the lengths: one pass over the rows turns each
+With weight-dependent coupling ("SimRF+") the directions depend on the lengths: one pass over the rows points each
 against the sum of all others, ω_i <- −‖ω_i‖ Σ_{j≠i} ω_j / ‖Σ_{j≠i} ω_j‖, before the rotation. The block then sums
 to almost 0.
 
@@ -57,7 +57,7 @@ class Simrf(Projection):
         return torch.cat([self._block(generator) for _ in range(count)])[: self.num_features]
 
     def _block(self, generator: torch.Generator) -> torch.Tensor:
-        """One block (dim, dim): lengths times directions times a rotation."""
+        """Draw one block (dim, dim): lengths times directions times a rotation."""
         lengths = gaussian_lengths(self.dim, self.dim, generator)
         # In one dimension a simplex is a single point, and the rotation a sign.
         corners = torch.ones(1, 1, dtype=torch.float64, device="cpu")

@@ -34,12 +34,12 @@ class Sorf(Structured):
     fast_from = HADAMARD_FAST_FROM
 
     def draw_factors(self, generator: torch.Generator) -> dict[str, torch.Tensor]:
-        """The signs D₃, D₂, D₁ of each block, in the order in which they act: (3, blocks, n)."""
+        """Draw the signs D₃, D₂, D₁ of each block, in the order in which they act: (3, blocks, n)."""
         n = next_power_of_two(self.dim)
         return {"signs": random_signs(3, -(-self.num_features // n), n, generator=generator)}
 
     def project(self, x: torch.Tensor, factors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Pad, rotate once per block, cut to num_features."""
+        """Pad, rotate once per block, truncate to num_features."""
         signs = factors["signs"]
         n = signs.shape[-1]
         padded = torch.nn.functional.pad(x, (0, n - self.dim))

@@ -4,8 +4,8 @@ The directions are m unit vectors made of dim/2 rows of the m/2 × m/2 discrete 
 Riesz energy (`fourier_indices`): Σ_i v_i v_iᵀ = (m/dim) I, and close pairs are avoided. Sizes: m even and
 >= dim + 2. An odd dim is one coordinate of the next even dimension left out.
 
-Lengths are χ, independent of directions. The paper takes one-dimensional quasi-Monte Carlo points for them and leaves
-the directions where they are; here a Haar rotation turns all of them (`rotate`). With both, each row alone is exactly
+Lengths are χ, independent of directions. The paper uses one-dimensional quasi-Monte Carlo points for them and leaves
+the directions unchanged; here a Haar rotation turns all of them (`rotate`). With both, each row alone is exactly
 N(0, I) and estimates are unbiased. Equal lengths √dim have less variance and a bias that vanishes as dim grows; without
 the rotation the error of the point set on the sphere remains.
 
@@ -55,11 +55,11 @@ class Ssf(Projection):
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
-        """The next even number, dim + 2 (dim + 3 if odd) or more."""
+        """Return the next even number, at least dim + 2 (dim + 3 if odd)."""
         return max(dim + dim % 2 + 2, num_features + num_features % 2)
 
     def settle(self) -> list[str]:
-        """The construction has an even number of points, more than dimensions."""
+        """Require an even number of points, more than dimensions."""
         found, nearest = super().settle(), self.nearest_size(self.dim, self.num_features)
         if self.num_features != nearest:
             found.append(
@@ -81,11 +81,11 @@ class Ssf(Projection):
 RIESZ_POWER = 2.0
 RIESZ_CANDIDATES = 32  # exchanges tried per index and sweep; all of them where n is small
 RIESZ_SWEEPS = 2
-RIESZ_TIE = 1e-6  # relative differences of energies below this mean nothing
+RIESZ_TIE = 1e-6  # relative differences of energies below this are noise
 
 
 def sphere_points(indices: torch.Tensor, n: int) -> torch.Tensor:
-    """v_1, ..., v_2n as rows, (2n, 2h) in fp64, for the rows Λ = `indices` (h,) of the n × n Fourier matrix.
+    """Return v_1, ..., v_2n as rows, (2n, 2h) in fp64, for the rows Λ = `indices` (h,) of the n × n Fourier matrix.
 
     Its n columns f_j have entries of modulus 1, and v_j = [Re f_j, Im f_j] / √h, v_{n+j} = [−Im f_j, Re f_j] / √h are
     unit vectors with Σ v vᵀ = (n/h) I. All inner products are values of one sequence, <v_i, v_j> = Re c_{j−i} and <v_i,
@@ -99,16 +99,16 @@ def sphere_points(indices: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def riesz_energy(correlation: torch.Tensor) -> torch.Tensor:
-    """Mean of ‖v_i − v_j‖^−s over pairs i ≠ j, from c (..., n) complex; result (...). Coincident points cost 10¹²ˢ."""
+    """Average ‖v_i − v_j‖^−s over pairs i ≠ j, from complex c (..., n): (...). Coincident points cost 10¹²ˢ."""
     # ‖v − w‖² = 2 − 2<v, w>; c_0 = 1 pairs v_i with itself, and its imaginary part v_i with v_{n+i}.
     inner = torch.cat((correlation.real[..., 1:], -correlation.imag), -1)
     return (2 - 2 * inner).clamp_min(1e-12).pow(-RIESZ_POWER / 2).mean(-1)
 
 
 def fourier_indices(h: int, n: int, generator: torch.Generator) -> torch.Tensor:
-    """Λ: h distinct indices from 1 .. n − 1, n > h, with low Riesz energy, (h,).
+    """Choose Λ, h distinct indices from 1 .. n − 1, n > h, with low Riesz energy, (h,).
 
-    By coordinate descent, one index after the other exchanged for the best of some candidates; the local optimum found
+    By coordinate descent: each index in turn is exchanged for the best of some candidates; the local optimum found
     depends on the seed. Cost O(sweeps · h · candidates · n).
     """
     order = random_permutation(n - 1, generator) + 1
@@ -125,7 +125,7 @@ def fourier_indices(h: int, n: int, generator: torch.Generator) -> torch.Tensor:
             tried = random_permutation(len(free), generator)[:RIESZ_CANDIDATES]
             sums = total - roots[chosen[place] * turns % n] + roots[free[tried][:, None] * turns % n]
             found = riesz_energy(sums / h)
-            # Symmetric choices have equal energies: the first of them, and none for a gain that is rounding.
+            # Symmetric choices have equal energies: take the first, and none for a gain within rounding.
             best = int((found <= found.min() * (1 + RIESZ_TIE)).nonzero()[0])
             if found[best] < energy * (1 - RIESZ_TIE):
                 energy, total = found[best], sums[best]

@@ -40,7 +40,7 @@ class Ssr(Projection):
 
     @classmethod
     def nearest_size(cls, dim: int, num_features: int, **params: Any) -> int:
-        """2k(dim + 1) + 1 for the nearest k >= 1."""
+        """Return 2k(dim + 1) + 1 for the nearest k >= 1."""
         rule = 2 * (dim + 1)
         return rule * max(1, round((num_features - 1) / rule)) + 1
 
@@ -55,7 +55,7 @@ class Ssr(Projection):
         return found
 
     def draw(self, generator: torch.Generator) -> torch.Tensor:
-        """The node 0, then the nodes of each rule, in fp64."""
+        """Return the node 0, then the nodes of each rule, in fp64."""
         count = (self.num_features - 1) // (2 * (self.dim + 1))
         nodes = [torch.zeros(1, self.dim, dtype=torch.float64, device="cpu")]
         for radius in gaussian_lengths(count, self.dim + 2, generator):
@@ -65,8 +65,8 @@ class Ssr(Projection):
 
     @property
     def feature_weights(self) -> torch.Tensor:
-        """dim / (ρ² · 2(dim + 1) k) for each node of length ρ; what is left to 1 for the node 0."""
-        # ρ is read off W, so that weights and nodes cannot part ways.
+        """Return dim / (ρ² · 2(dim + 1) k) for each node of length ρ; the rest to 1 for the node 0."""
+        # ρ is read off W, so that weights and nodes stay consistent.
         others = self.dim / (
             self.weight[1:].to(torch.promote_types(self.dtype, torch.float32)).square().sum(-1)
             * (self.num_features - 1)

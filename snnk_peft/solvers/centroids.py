@@ -8,8 +8,8 @@ described by its similarity to m such centres. For queries and keys that already
 
 C is the covariance of keys within a sequence: what all keys of a sequence share cancels in a softmax, and two queries
 attend alike if their scores vary alike, which is distance in u. The u_r are means of clusters of queries (Lloyd), τ is
-the one of `TEMPERATURES` with the least divergence from softmax. From there `descend` takes steps of Adam, half of them
-on the divergence of the weights and half on the error of what comes out of them, which closed forms do not minimise.
+the one of `TEMPERATURES` with the least divergence from softmax. From there `descend` takes Adam steps, half of them on
+the divergence of the weights and half on the error of the outputs, which closed forms do not minimise.
 
 Shapes: G key heads, R query heads to each; q (B, G, R, L, d), k (B, G, N, d), v (B, G, N, D), out (B, G, R, L, D),
 pairs (B, 1, 1, L, N) or (1, 1, 1, L, N).
@@ -27,9 +27,9 @@ from snnk_peft.solvers.descent import falling_adam
 
 TEMPERATURES = (0.02, 0.04, 0.06, 0.1, 0.15, 0.25, 0.5, 1.0)
 SWEEPS = 8  # of Lloyd's iteration
-ABSENT = -1e9  # logarithm of a key that does not count
+ABSENT = -1e9  # logarithm for a key that does not count
 Maps = TypeVar("Maps", bound=Any)
-LEAST = 1e-30  # instead of zero, under a logarithm or a fraction
+LEAST = 1e-30  # instead of zero, in a logarithm or denominator
 
 
 class CentroidMaps(NamedTuple):
@@ -65,7 +65,7 @@ class Scores(NamedTuple):
     counted: Tensor
 
     def some(self, most: int, generator: torch.Generator) -> Scores:
-        """With at most so many queries of each sequence: the weights of all would take the square of its length."""
+        """Keep at most so many queries of each sequence, since the weights of all need memory in its length squared."""
         if self.q.shape[-2] <= most:
             return self
         chosen = torch.randperm(self.q.shape[-2], generator=generator)[:most].sort().values.to(self.q.device)
@@ -77,14 +77,14 @@ class Scores(NamedTuple):
 
 
 def key_moments(batches: Sequence[Scores]) -> tuple[Tensor, Tensor]:
-    """k̄ (G, d), the mean over sequences of their means, and C (G, d, d), the covariance within a sequence; fp64."""
+    """Return k̄ (G, d), the mean of the means of sequences, and C (G, d, d), the covariance within a sequence; fp64."""
     covariance: Tensor | float = 0.0
     mean: Tensor | float = 0.0
     keys, sequences = 0, 0
     for batch in batches:
         k = batch.k.double()
         seen = torch.ones(k.shape[0], 1, k.shape[2], 1, dtype=k.dtype, device=k.device)
-        if batch.pairs is not None:  # a key counts that any query sees
+        if batch.pairs is not None:  # a key counts if any query sees it
             seen = batch.pairs.any(-2)[:, 0, 0, :, None].expand(k.shape[0], -1, -1).unsqueeze(1).to(k.dtype)
         count = seen.sum(2, keepdim=True)
         own = (k * seen).sum(2, keepdim=True) / count.clamp_min(1)
@@ -100,8 +100,8 @@ def key_moments(batches: Sequence[Scores]) -> tuple[Tensor, Tensor]:
 def centroids(
     queries: Tensor, mean: Tensor, covariance: Tensor, count: int, generator: torch.Generator
 ) -> CentroidMaps:
-    """The maps for τ = 1, in fp32, from queries (G, n, d), k̄ and C; of more centres than queries, some are alike."""
-    # A direction in which keys do not vary tells nothing about them, and its inverse nothing but rounding.
+    """Compute the maps for τ = 1, in fp32, from queries (G, n, d), k̄ and C; surplus centres repeat queries."""
+    # A direction in which keys do not vary says nothing about them, and its inverse is only rounding.
     floor = 1e-4 * covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None]
     values, vectors = torch.linalg.eigh(covariance)
     values = values.clamp_min(floor)
@@ -136,7 +136,7 @@ def weights(maps: CentroidMaps, scores: Scores) -> Tensor:
 
 
 def divergence(maps: CentroidMaps, scores: Scores) -> Tensor:
-    """Kullback-Leibler divergence of the weights from those of softmax, the mean over all queries: (G,)."""
+    """Compute the mean Kullback-Leibler divergence of the weights from softmax, over all queries: (G,)."""
     exact = scores.q @ scores.k.mT.unsqueeze(2)
     if scores.pairs is not None:
         exact = exact.masked_fill(~scores.pairs, ABSENT)
@@ -148,8 +148,10 @@ def divergence(maps: CentroidMaps, scores: Scores) -> Tensor:
 
 
 def output_error(maps: CentroidMaps, scores: Scores, readout: Tensor | None) -> Tensor:
-    """Squared error of the heads' outputs relative to the variance of softmax's, or after W_o (out, G·R·D), which reads
-    all heads."""
+    """Compute the squared error of the heads' outputs relative to the variance of softmax's.
+
+    With `readout`, after W_o (out, G·R·D), which reads all heads.
+    """
     found = weights(maps, scores)
     out = (found / found.sum(-1, keepdim=True).clamp_min(LEAST)) @ scores.v.unsqueeze(2)
     wanted, missing = (
@@ -161,7 +163,7 @@ def output_error(maps: CentroidMaps, scores: Scores, readout: Tensor | None) -> 
 
 
 def sharpest(maps: CentroidMaps, batches: Sequence[Scores]) -> CentroidMaps:
-    """The maps with that τ of each head, out of `TEMPERATURES`, whose weights diverge least from softmax."""
+    """Return the maps with the τ of `TEMPERATURES` whose weights diverge least from softmax, per head."""
     found = []
     for temperature in TEMPERATURES:
         tried = maps.sharpened(torch.full_like(maps.query_bias[:, 0], temperature))
@@ -171,12 +173,12 @@ def sharpest(maps: CentroidMaps, batches: Sequence[Scores]) -> CentroidMaps:
 
 
 def descend(maps: Maps, loss: Callable[[Maps], Tensor], steps: int, *, learning_rate: float = 1e-2) -> Maps:
-    """Steps of Adam on maps, a NamedTuple of rows (., m, d) and numbers; the learning rate falls linearly to zero.
+    """Take Adam steps on maps, a NamedTuple of rows (., m, d) and numbers; the learning rate falls linearly to zero.
 
     Args:
         maps: where to start.
-        loss: a number, of other queries and keys each time.
-        steps: how many.
+        loss: returns a number, from other queries and keys at each call.
+        steps: number of steps.
         learning_rate: of the first step, for biases and for rows of vectors without √(scaling), d^-¼.
 
     Raises:

@@ -1,13 +1,13 @@
-"""Readouts judged in the metric of the model's output, towards targets that make good what earlier layers got wrong.
+"""Readouts evaluated in the metric of the model's output, with targets that correct the errors of earlier layers.
 
-A place of the model gives y = L v, linear in the vectors v whose moments are known, and behind it the original's stream
-is ahead of the converted one's by m, which is part of v as well. Features φ are further parts of v. Sought is A φ + a
+A place of the model gives y = L v, linear in the vectors v whose moments are known. After it the original's stream is
+ahead of the converted one's by m, which is part of v as well. Features φ are further parts of v. We want A φ + a
 
     minimising   E w ‖R (y + s m − A φ − a)‖² + λ ‖A‖²,      judged by   E w ‖R (y + m − A φ − a)‖² on held-out tokens
 
 with token weights w in the moments, and RᵀR the metric: E g gᵀ of gradients of the answers (calibrating/sensitivity.py)
-and a little of the identity. The minimiser does not depend on R without a penalty; what R decides are the ridge λ and
-the strength s of the correction, and, in landmarks.py and narrow.py, which units stay.
+plus a little of the identity. Without a penalty the minimiser does not depend on R; R determines the ridge λ, the
+strength s of the correction, and, in landmarks.py and narrow.py, which units stay.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ STRENGTHS = (1.0, 0.5, 0.0)  # s, in the order of preference at equal errors
 
 
 class CorrectedFit(NamedTuple):
-    """A readout and what was chosen on held-out tokens.
+    """A readout and its settings, chosen on held-out tokens.
 
     Attributes:
         weight: A (o, m), fp64.
         bias: a (o,), or None.
         ridge: λ as a fraction of the mean second moment of the features.
         strength: s.
-        error: on held-out tokens, relative to the spread of R (y + m).
+        error: error on held-out tokens, relative to the spread of R (y + m).
     """
 
     weight: Tensor
@@ -54,7 +54,7 @@ class Target(NamedTuple):
     missing: slice | None = None
 
     def at(self, strength: float) -> Tensor:
-        """The matrix T of y + s m = T v, (o, width)."""
+        """Return the matrix T of y + s m = T v, (o, width)."""
         if self.missing is None or not strength:
             return self.weight
         whole = self.weight.clone()
@@ -74,7 +74,7 @@ def fit_corrected(
     refit: bool = False,
     spread: Target | None = None,
 ) -> CorrectedFit:
-    """Fit to one part of the tokens, choose ridge and strength on another; of equal errors the larger ridge wins.
+    """Fit to one part of the tokens, choose ridge and strength on another; ties go to the larger ridge.
 
     Args:
         train: moments of v, of the tokens to fit.
@@ -83,9 +83,9 @@ def fit_corrected(
         target: y and m.
         metric: R (any, o).
         ridges: candidates for λ.
-        intercept: whether there is a bias a; without it moments about the origin are fitted.
-        refit: fit to all tokens in the end; the error stays the one that was measured before.
-        spread: what the error is relative to, if it is not the target.
+        intercept: whether there is a bias a; without it, moments about the origin are fitted.
+        refit: finally fit to all tokens; the error remains the one measured before.
+        spread: reference for the relative error, if it is not the target.
     """
     metric = metric.to(train.scatter)
     square = metric.T @ metric
@@ -113,7 +113,7 @@ def fit_corrected(
 
 
 def merged(one: SecondMoments, other: SecondMoments) -> SecondMoments:
-    """The moments of the tokens of both; they are left as they are."""
+    """Return the moments of the tokens of both, which are not changed."""
     together = SecondMoments(len(one.mean))
     together.merge(one)
     together.merge(other)
@@ -123,26 +123,26 @@ def merged(one: SecondMoments, other: SecondMoments) -> SecondMoments:
 def error_of(
     moments: SecondMoments, features: Tensor, target: Target, metric: Tensor, weight: Tensor, bias: Tensor | None
 ) -> float:
-    """The error of any readout, A (o, m) and a (o,), on the tokens of some moments; relative, as that of a fit."""
+    """Return the error of any readout, A (o, m) and a (o,), on the tokens of some moments, relative as in a fit."""
     square = metric.to(moments.scatter).T @ metric.to(moments.scatter)
     judge = _Judge(moments, features, target.at(1.0), square)
     return relative_error(judge(weight, bias), *judge.spread())
 
 
 def moved(target: Target, features: Tensor, weight: Tensor) -> Target:
-    """The target minus W φ: a readout of what is left adds to W, and a large ridge leaves W (o, m) as it is."""
+    """Return the target minus W φ: a readout of the rest adds to W, and a large ridge leaves W (o, m) unchanged."""
     rest = target.weight.clone()
     rest[:, features] -= weight.to(rest)
     return Target(rest, target.missing)
 
 
 class Solver:
-    """Readouts of some coordinates for any target and ridge, of one set of moments, from one eigendecomposition.
+    """Readouts of some coordinates for any target and ridge, for one set of moments, from one eigendecomposition.
 
     Args:
         moments: of v.
         features: coordinates of φ in v, (m,).
-        intercept: whether there is a bias a; without it moments about the origin are fitted.
+        intercept: whether there is a bias a; without it, moments about the origin are fitted.
     """
 
     def __init__(self, moments: SecondMoments, features: Tensor, intercept: bool = True):
@@ -156,28 +156,28 @@ class Solver:
         self.scale = float(self.values.mean()) or 1.0
 
     def __call__(self, goal: Tensor, ridge: float) -> tuple[Tensor, Tensor | None]:
-        """A (o, m) and a (o,) for the outputs T v, with T (o, width) the `goal`."""
+        """Return A (o, m) and a (o,) for the outputs T v, with T (o, width) the `goal`."""
         weight = self.solved(self.rotated(goal), ridge)
         return weight, self.bias(goal, weight)
 
     def rotated(self, goal: Tensor) -> Tensor:
-        """The products of T v with the features' eigenvectors, (o, m); linear in T."""
+        """Return the products of T v with the features' eigenvectors, (o, m); linear in T."""
         return goal @ self.columns @ self.vectors
 
     def solved(self, rotated: Tensor, ridge: float) -> Tensor:
-        """A (o, m) from these products."""
+        """Return A (o, m) from these products."""
         cutoff = len(self.values) * torch.finfo(self.values.dtype).eps * self.values[-1]
         inside = self.values > cutoff
         inverse = torch.where(inside, 1 / torch.where(inside, self.values + ridge * self.scale, 1.0), 0.0)
         return (rotated * inverse) @ self.vectors.T
 
     def bias(self, goal: Tensor, weight: Tensor) -> Tensor | None:
-        """a (o,) behind A."""
+        """Return a (o,) for A."""
         return goal @ self.mean - weight @ self.mean[self.features] if self.intercept else None
 
 
 class _Judge:
-    """E w ‖R (T v − A φ − a)‖² over the tokens of some moments; the arguments as above."""
+    """E w ‖R (T v − A φ − a)‖² over the tokens of some moments; arguments as above."""
 
     def __init__(self, moments: SecondMoments, features: Tensor, goal: Tensor, square: Tensor):
         covariance = moments.covariance()
@@ -192,5 +192,5 @@ class _Judge:
         return max(0.0, self.whole - explained + float(offset @ self.square @ offset))
 
     def spread(self) -> tuple[float, float]:
-        """The variance of R T v, and its mean square."""
+        """Return the variance of R T v, and its mean square."""
         return self.whole, self.whole + float(self.goal @ self.square @ self.goal)

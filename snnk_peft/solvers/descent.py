@@ -1,6 +1,6 @@
-"""Gradient descent from where a closed form has put things, by Adam with learning rates that fall linearly to zero.
+"""Gradient descent from a closed-form solution, by Adam with learning rates that decay linearly to zero.
 
-Minibatches are drawn at random, and the first step is in proportion to the size of each tensor.
+Minibatches are drawn at random, and the first step is proportional to the size of each tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from snnk_peft.errors import NumericalError
 
-# Of the first step, times the root mean square of what is moved; and tokens in a minibatch.
+# Size of the first step, relative to the root mean square of the tensor; and tokens in a minibatch.
 LEARNING_RATE, BATCH = 0.03, 1024
 BLOCK_LEARNING_RATE, BLOCK_BATCH = 0.01, 2048
 
@@ -27,15 +27,15 @@ def falling_adam(
     *,
     betas: tuple[float, float] = (0.9, 0.99),
 ) -> None:
-    """Move tensors that require gradients, in place.
+    """Update tensors that require gradients, in place.
 
     Args:
-        tensors: leaves.
-        rates: learning rate of the first step of each.
-        loss: a number, of other data each time.
-        steps: how many.
-        what: the loss is called in errors.
-        betas: of Adam.
+        tensors: leaf tensors.
+        rates: learning rate of the first step, per tensor.
+        loss: returns a number, from other data at each call.
+        steps: number of steps.
+        what: name of the loss in errors.
+        betas: those of Adam.
 
     Raises:
         NumericalError: the loss is no longer finite.
@@ -54,7 +54,7 @@ def falling_adam(
                 )
             value.backward()
         optimizer.step()
-        torch.clear_autocast_cache()  # the caller's autocast would go on with copies of the tensors as they were
+        torch.clear_autocast_cache()  # otherwise the caller's autocast keeps copies of the old tensors
 
 
 def descend(
@@ -66,21 +66,21 @@ def descend(
     steps: int,
     generator: torch.Generator,
 ) -> None:
-    """Move the named tensors W of a stage φ_W in place, minimising E ‖z − B φ_W(x) − b‖² over W, B and b.
+    """Update the named tensors W of a stage φ_W in place, minimising E ‖z − B φ_W(x) − b‖² over W, B and b.
 
-    B and b are thrown away in the end: whoever calls this solves for the readout once more, on all tokens.
+    B and b are discarded in the end: the caller solves for the readout once more, on all tokens.
 
     Args:
-        stage: called with (n, dim), gives (n, m).
-        moved: names of its parameters and buffers that are learned; all others stay.
-        readout: B (o, m) and b (o,) to begin with.
+        stage: maps (n, dim) to (n, m).
+        moved: names of its parameters and buffers that are learned; all others stay unchanged.
+        readout: B (o, m) and b (o,) as initial values.
         inputs: x (n, dim).
-        targets: z (n, o), what the network reads of the original.
-        steps: how many, one minibatch each.
-        generator: draws the minibatches, on the CPU.
+        targets: z (n, o), what the network reads from the original.
+        steps: number of steps, one minibatch each.
+        generator: draws the minibatches; on the CPU.
 
     Raises:
-        NumericalError: the loss is no longer finite; `stage` is as it was.
+        NumericalError: the loss is no longer finite; `stage` is unchanged.
     """
     named = {**dict(stage.named_parameters()), **dict(stage.named_buffers())}
     learned = [each.detach().float().clone().requires_grad_() for each in (*(named[name] for name in moved), *readout)]
@@ -106,21 +106,21 @@ def descend_block(
     steps: int,
     generator: torch.Generator,
 ) -> list[Tensor]:
-    """Better tensors of a block g, fp32, minimising E ‖y − g(x; tensors)‖².
+    """Return better tensors of a block g, fp32, minimising E ‖y − g(x; tensors)‖².
 
     Args:
-        output: g, called with tensors and inputs (k, dim), gives (k, o).
-        tensors: to begin with; they stay as they are.
+        output: g, maps tensors and inputs (k, dim) to (k, o).
+        tensors: initial values; not changed.
         inputs: x (n, dim).
-        targets: y (n, o), what the original gives.
-        steps: how many, one minibatch each.
-        generator: draws the minibatches, on the CPU.
+        targets: y (n, o), outputs of the original.
+        steps: number of steps, one minibatch each.
+        generator: draws the minibatches; on the CPU.
 
     Raises:
         NumericalError: the loss is no longer finite.
     """
     moved = [tensor.detach().float().clone().requires_grad_() for tensor in tensors]
-    # Of zeros (a bias) there is no size; one of the mean of the targets will do.
+    # A tensor of zeros (a bias) has no size; that of the mean target is used.
     rates = [BLOCK_LEARNING_RATE * (_size(each) or float(targets.abs().mean())) for each in moved]
     loss = _minibatch_error(lambda x: output(moved, x).float(), inputs, targets, BLOCK_BATCH, generator)
     falling_adam(moved, rates, loss, steps, "error of the block")
@@ -138,5 +138,5 @@ def _minibatch_error(
 
 
 def _size(tensor: Tensor) -> float:
-    """Root mean square, so that a step means the same for tensors of any scale."""
+    """Return the root mean square, so that a step means the same for tensors of any scale."""
     return float(tensor.detach().square().mean().sqrt())

@@ -1,14 +1,14 @@
 """Rows of an adapter's W from the gradients of one labelled pass, before anything is trained.
 
 An adapter adds A W x to a module's output y, A = 0. With g = ∂ loss/∂y, G = E g xᵀ and C = E x xᵀ, the first-order
-change of the loss under a step of A is Σ A ⊙ (G Wᵀ). Of all steps that change the outputs by as much, E ‖A W x‖² = 1,
+change of the loss for a step in A is Σ A ⊙ (G Wᵀ). Of all steps that change the outputs by as much, E ‖A W x‖² = 1,
 A = -G Wᵀ (W C Wᵀ)⁻¹ lowers it most, by the root of
 
     tr(G Wᵀ (W C Wᵀ)⁻¹ W Gᵀ)        at most tr(G C⁻¹ Gᵀ), for W of full rank.
 
-So m rows do best that span the leading right singular vectors V of G C^-½. Of few examples G and C are not known well:
-W = Vᵀ (C + λI)^-½ with V from G (C + λI)^-½. Rows flatter themselves on the examples that they are made from; others
-choose λ and tell what the rows are worth: the slope at which their loss falls under the step A of these.
+So the best m rows span the leading right singular vectors V of G C^-½. With few examples, G and C are not known well:
+W = Vᵀ (C + λI)^-½ with V from G (C + λI)^-½. Rows look too good on the examples that they are made from; others choose
+λ and show what the rows are worth: the slope at which their loss falls under the step A of the former.
 
 Shapes: x (n, dim), g (n, out); G (out, dim), C (dim, dim), W (m, dim), A (out, m). Statistics are in fp64.
 """
@@ -24,17 +24,17 @@ from torch import Tensor
 from snnk_peft.errors import NumericalError
 from snnk_peft.solvers.reduce import summed, summed_number
 
-# The same as a fraction of the mean square of an input; gradients are noisier than what is fitted in closed form.
+# As a fraction of the mean square of an input; gradients are noisier than what is fitted in closed form.
 RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
-_RANK = 1e-10  # of the largest squared singular value: below is what rounding in fp32 leaves of 0
+_RANK = 1e-10  # relative to the largest squared singular value: smaller ones are 0 up to rounding in fp32
 
 
 class GradientMoments:
     """Sums over tokens of an adapter's inputs and of the loss's gradient at its outputs.
 
     Attributes:
-        examples: how many were read that are fitted, and how many that judge.
-        tokens: how many were read.
+        examples: numbers of examples read for the fit and for its evaluation.
+        tokens: number of tokens read.
     """
 
     def __init__(self, dim: int, out: int, device: torch.device | str = "cpu"):
@@ -46,12 +46,11 @@ class GradientMoments:
 
     @staticmethod
     def numbers(dim: int, out: int) -> int:
-        """The number of values one object holds."""
+        """Return the number of values that one object holds."""
         return 2 * out * dim + dim * dim + dim
 
     def add(self, inputs: Tensor, gradients: Tensor, held_out: bool) -> None:
-        """Add tokens (n, dim) and the gradients (n, out) of the sum of the examples' losses; `examples` are the
-        caller's."""
+        """Add tokens (n, dim) and gradients (n, out) of the sum of the examples' losses; callers update `examples`."""
         inputs = inputs.double()
         self.gradients[int(held_out)] += gradients.double().T @ inputs
         self.second += inputs.T @ inputs
@@ -59,7 +58,7 @@ class GradientMoments:
         self.tokens += len(inputs)
 
     def reduce(self) -> None:
-        """Sum over the processes, each of which read its own share."""
+        """Sum over the processes, each of which has read its own share."""
         self.gradients, self.second, self.total = map(summed, (self.gradients, self.second, self.total))
         self.examples = [summed_number(count) for count in self.examples]
         self.tokens = int(summed_number(self.tokens))
@@ -70,36 +69,36 @@ class GradientMoments:
 
     @property
     def moment(self) -> Tensor:
-        """C = E x xᵀ, (dim, dim)."""
+        """Return C = E x xᵀ, (dim, dim)."""
         return self.second / self.tokens
 
     @property
     def fitted(self) -> Tensor:
-        """G of the fitted examples, (out, dim)."""
+        """Return G of the fitted examples, (out, dim)."""
         return self.gradients[0] / self.examples[0]
 
     @property
     def judge(self) -> Tensor:
-        """G of the held-out examples, (out, dim)."""
+        """Return G of the held-out examples, (out, dim)."""
         return self.gradients[1] / self.examples[1]
 
     @property
     def gradient(self) -> Tensor:
-        """G of all examples, (out, dim)."""
+        """Return G of all examples, (out, dim)."""
         return self.gradients.sum(0) / sum(self.examples)
 
 
 @dataclass(frozen=True)
 class GradientRows:
-    """Rows and what they are worth.
+    """Rows and their value.
 
     Args:
         rows: W (m, dim), fp64; W (C + λI) Wᵀ = I and W E x >= 0. Rows are 0 where G has fewer directions than m.
         ridge: the chosen λ, as a fraction of the mean eigenvalue of C.
-        slope: of the held-out loss, per unit of change of the outputs (root mean square), under the step that the
-            fitted examples say is best for rows made from them. Positive where the loss falls.
-        slope_before: the same for the rows that were there.
-        slope_of_all: the same where nothing but a ridge restricts the step, with the best of the candidates.
+        slope: slope of the held-out loss, per unit of change of the outputs (root mean square), under the step that is
+            best for rows made from the fitted examples, according to these. Positive if the loss falls.
+        slope_before: the same for the previous rows.
+        slope_of_all: the same if only a ridge restricts the step, with the best of the candidates.
     """
 
     rows: Tensor
@@ -112,11 +111,11 @@ class GradientRows:
 def gradient_rows(
     moments: GradientMoments, before: Tensor, ridges: Sequence[float] = RIDGES, refit: bool = True
 ) -> GradientRows:
-    """The m rows along which the loss falls fastest, as many as there were `before` (m, dim).
+    """Return the m rows along which the loss falls fastest, as many as there were `before` (m, dim).
 
     Args:
         moments: of one place.
-        before: the rows that were there.
+        before: the previous rows.
         ridges: candidates for λ.
         refit: make the rows from all examples once λ is chosen.
 
@@ -137,7 +136,7 @@ def gradient_rows(
     whole = max(known.slope_of_all(ridge * scale) for ridge in ridges)
     final = _Eigenbasis(known.values, moments.gradient @ vectors, known.judge) if refit else known
     rows = final.leading(chosen * scale, len(before)) @ vectors.T
-    # A singular vector has no sign; units that bend at zero are to be on the bright side on average.
+    # A singular vector has no sign; units that bend at zero should be on the active side on average.
     rows = torch.where((rows @ moments.mean < 0)[:, None], -rows, rows)
     return GradientRows(rows, chosen, slopes[chosen], known.slope(before.double() @ vectors), whole)
 
@@ -155,7 +154,7 @@ class _Eigenbasis:
         root = (self.values + ridge).rsqrt()
         whitened = self.gradient * root
         squares, right = torch.linalg.eigh(whitened.T @ whitened)
-        # Vectors of the singular value 0 could be any: which ones is the matrix library's choice.
+        # Vectors of the singular value 0 are arbitrary: the matrix library would choose them.
         has_gradient = squares[-m:] > _RANK * squares[-1]
         return (right[:, -m:] * has_gradient).flip(1).T * root
 

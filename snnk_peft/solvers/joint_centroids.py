@@ -1,14 +1,14 @@
-"""Far keys by m typical queries in closed form, on the scale of e^{q·k}, so that they join an exact near field.
+"""Far keys by m typical queries in closed form, on the scale of e^{q·k}, so that they can join an exact near field.
 
 As in centroids.py, queries and keys hold √(scaling) each, and per query head
 
     weight of a far key k for q  =  g(q) Σ_r softmax_r((u·u_r − ‖u_r‖²/2) / τ) · e^{c_r·k},     g(q) = e^{w·q + c}
 
-but for keys that are far for some query alone, and without the b_r that even out the centres: e^{c_r·k} is what
-softmax would take for the query c_r. Weights of far keys among each other are then right, their sum is not: a query
-differs from its centre in directions in which keys hardly vary, and e^{q·k̄} is exponential in that. log g is a ridge
-regression on q of what is missing to the logarithm of the sum, weighted by how much that moves the far keys' share of
-softmax. τ is the one of `TEMPERATURES` with the least divergence from softmax; steps of Adam go on from there.
+but for keys that are far for some query alone, and without the b_r that even out the centres: e^{c_r·k} is what softmax
+would use for the query c_r. The relative weights of far keys are then right, but their sum is not: a query differs from
+its centre in directions where keys hardly vary, and e^{q·k̄} is exponential in that. log g is a ridge regression on q
+of the missing part of the sum's logarithm, weighted by how much that moves the far keys' share of softmax. τ is the one
+of `TEMPERATURES` with the least divergence from softmax; Adam steps continue from there.
 
 Shapes: H query heads; q (B, H, L, d), k (B, H, N, d), v (B, H, N, D), out (B, H, L, D), near and far (B, 1, L, N).
 """
@@ -51,9 +51,9 @@ class NearScores(NamedTuple):
     Attributes:
         out: softmax attention.
         far: bool, (B, 1, L, N), True where a query sees a key that is not near.
-        near: likewise, of near ones.
+        near: likewise, for near ones.
         counted: bool, (B, L), False at padding.
-        far_q, far_k: what the far field reads in place of q and k, where it reads them without their positions.
+        far_q, far_k: what the far field reads instead of q and k, if it reads them without their positions.
     """
 
     q: Tensor
@@ -68,7 +68,7 @@ class NearScores(NamedTuple):
 
     @property
     def read(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys of the far field."""
+        """Return queries and keys of the far field."""
         return self.q if self.far_q is None else self.far_q, self.k if self.far_k is None else self.far_k
 
     @classmethod
@@ -88,7 +88,7 @@ class NearScores(NamedTuple):
         return cls(q, k, v, scores.out.flatten(1, 2), far, near, scores.counted)
 
     def some(self, most: int, generator: torch.Generator) -> NearScores:
-        """With at most so many queries of each sequence: the weights of all would take the square of its length."""
+        """Keep at most so many queries of each sequence, since the weights of all need memory in its length squared."""
         if self.q.shape[-2] <= most:
             return self
         chosen = torch.randperm(self.q.shape[-2], generator=generator)[:most].sort().values.to(self.q.device)
@@ -98,7 +98,7 @@ class NearScores(NamedTuple):
 
     @property
     def affected(self) -> Tensor:
-        """(B, L), which queries count and see a far key."""
+        """Return which queries count and see a far key, (B, L)."""
         return self.counted & self.far[:, 0].any(-1)
 
 
@@ -115,17 +115,17 @@ class Exact(NamedTuple):
 
 
 def exact_logarithms(scores: NearScores) -> Tensor:
-    """q·k, (B, H, L, N), ABSENT where a key is not seen."""
+    """Compute q·k, (B, H, L, N), ABSENT where a key is not seen."""
     return (scores.q @ scores.k.mT).masked_fill(~(scores.near | scores.far), ABSENT)
 
 
 def joint_centroids(batches: Sequence[NearScores], rows: int, queries: int, generator: torch.Generator) -> JointMaps:
-    """The maps with m = `rows` for τ = 1 and g = 1, in fp32, of at most so many queries of a head.
+    """Compute the maps with m = `rows` for τ = 1 and g = 1, in fp32, from at most so many queries of a head.
 
-    At least one of the batches has a query with a far key.
+    At least one of the batches must have a query with a far key.
     """
     far = [each for each in batches if bool(each.affected.any())]
-    # One "group" per query head: what `key_moments` takes for a key that counts is one that is far for some query.
+    # One "group" per query head: to `key_moments`, a key counts if it is far for some query.
     given = [
         Scores(s.read[0].unsqueeze(2), s.read[1], s.v, s.out.unsqueeze(2), s.far.unsqueeze(1), s.counted) for s in far
     ]
@@ -138,7 +138,7 @@ def joint_centroids(batches: Sequence[NearScores], rows: int, queries: int, gene
 
 
 def far_logarithms(maps: JointMaps, scores: NearScores) -> Tensor:
-    """log Σ_r φ_r(q) e^{c_r·k} without g, (B, H, L, N); of all pairs, whoever sees whom."""
+    """Compute log Σ_r φ_r(q) e^{c_r·k} without g, (B, H, L, N), for all pairs, visible or not."""
     q, k = scores.read
     phi = (q @ maps.query_rows.mT + maps.query_bias.unsqueeze(-2)).log_softmax(-1)
     psi = k @ maps.key_rows.mT
@@ -149,18 +149,18 @@ def far_logarithms(maps: JointMaps, scores: NearScores) -> Tensor:
 
 
 def joint_logarithms(maps: JointMaps, scores: NearScores, exact: Tensor, far: Tensor) -> Tensor:
-    """Logarithms of all weights, normalised: the exact ones of near keys, and those of the maps of far keys."""
+    """Return the logarithms of all weights, normalised: exact for near keys, from the maps for far keys."""
     factor = scores.read[0] @ maps.factor[:, :-1, None] + maps.factor[:, None, -1:]
     return torch.where(scores.far, far + factor, exact).log_softmax(-1)
 
 
 def joint_divergence(maps: JointMaps, scores: NearScores) -> Tensor:
-    """Kullback-Leibler divergence of the weights from those of softmax, the mean over queries with far keys: (H,)."""
+    """Compute the mean Kullback-Leibler divergence of the weights from softmax, over queries with far keys: (H,)."""
     return _divergence(maps, scores, Exact.of(scores), far_logarithms(maps, scores))
 
 
 def joint_output_error(maps: JointMaps, scores: NearScores, readout: Tensor | None) -> Tensor:
-    """`output_error` of the heads' outputs, or after W_o (out, H·D)."""
+    """Compute `output_error` of the heads' outputs, or after W_o (out, H·D)."""
     logs = joint_logarithms(maps, scores, exact_logarithms(scores), far_logarithms(maps, scores))
     missing = scores.out - logs.exp() @ scores.v
     wanted, missing = (each.transpose(1, 2)[scores.counted].flatten(1) for each in (scores.out, missing))
@@ -177,15 +177,15 @@ def _divergence(maps: JointMaps, scores: NearScores, exact: Exact, far: Tensor) 
 
 
 def fitted_factor(q: Tensor, missing: Tensor, share: Tensor) -> Tensor:
-    """w and c (H, d + 1) with w·q + c near what is missing, for q (H, n, d).
+    """Fit w and c (H, d + 1) such that w·q + c is near the missing part, for q (H, n, d).
 
     Args:
         q: queries.
-        missing: logarithm of the far keys' sum less that of its estimate, (H, n).
-        share: of the far keys in softmax, (H, n).
+        missing: logarithm of the far keys' sum minus that of its estimate, (H, n).
+        share: share of the far keys in softmax, (H, n).
     """
     x = torch.cat((q, torch.ones_like(q[..., :1])), -1).double()
-    weighted = x * (share * (1 - share) + 1e-4).unsqueeze(-1)  # the derivative of the share, and never nothing at all
+    weighted = x * (share * (1 - share) + 1e-4).unsqueeze(-1)  # the derivative of the share, bounded away from 0
     curvature = weighted.mT @ x
     ridge = RIDGE * curvature.diagonal(dim1=-2, dim2=-1)[:, :-1].mean(-1, keepdim=True)
     ridge = torch.cat((ridge.expand(-1, q.shape[-1]), torch.zeros_like(ridge)), -1)
@@ -195,16 +195,16 @@ def fitted_factor(q: Tensor, missing: Tensor, share: Tensor) -> Tensor:
 
 
 def best_joint(maps: JointMaps, batches: Sequence[NearScores]) -> JointMaps:
-    """The maps with τ of each head out of `TEMPERATURES`, and g for that τ."""
+    """Return the maps with the best τ of `TEMPERATURES` for each head, and g for that τ."""
     batches = [each for each in batches if bool(each.affected.any())]
     exact = [Exact.of(each) for each in batches]
 
     def rows(values: Sequence[Tensor]) -> Tensor:
-        """(B, H, L, ...) of all batches as (H, n, ...), of the queries with far keys."""
+        """Gather (B, H, L, ...) of all batches as (H, n, ...), for the queries with far keys."""
         return torch.cat([v.transpose(0, 1)[:, s.affected] for v, s in zip(values, batches, strict=True)], 1)
 
     def far_sums(logs: Sequence[Tensor]) -> Tensor:
-        """Logarithms of the far keys' sums."""
+        """Return the logarithms of the far keys' sums."""
         return rows([each.masked_fill(~s.far, ABSENT).logsumexp(-1) for each, s in zip(logs, batches, strict=True)])
 
     share = rows([(e.weights * s.far).sum(-1) for e, s in zip(exact, batches, strict=True)])

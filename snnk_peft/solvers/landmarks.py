@@ -1,14 +1,14 @@
 """Landmarks in closed form: the hidden units of a layer to keep, and a readout that makes up for the others.
 
-A landmark feature is a hidden unit of the layer being replaced, so the covariance C of all hidden units (l, l) holds
-everything: for kept units S the best readout is A = C[:, S] (C[S, S] + λ)⁻¹, its error seen after the contraction W₂
-is tr W₂ (C − A C[S, :] − …) W₂ᵀ, and choosing S is column subset selection on C. One pass over the data, memory l²,
-independent of the number of tokens and of how many come at once.
+A landmark feature is a hidden unit of the layer being replaced, so the covariance C of all hidden units (l, l) is
+enough: for kept units S the best readout is A = C[:, S] (C[S, S] + λ)⁻¹, its error seen after the contraction W₂ is
+tr W₂ (C − A C[S, :] − …) W₂ᵀ, and choosing S is column subset selection on C. One pass over the data, memory l²,
+independent of the number of tokens and of the batch size.
 
 Two rules for S:
-- "importance": largest (output standard deviation × ‖W₂ column‖), each unit on its own merit.
+- "importance": largest (output standard deviation × ‖W₂ column‖), each unit independently.
 - "greedy" (default): the unit that removes most of the remaining error after W₂, one after the other (a pivoted
-  Cholesky factorisation weighted by W₂). It does not pick two units that say the same.
+  Cholesky factorisation weighted by W₂). It does not pick redundant units.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.solvers.reduce import pooled_mean, summed, summed_number
 
 RULES = ("greedy", "importance")
-ROWS = 512  # vectors that are widened to fp64 together
-CHOICES = 32  # of units between two products of matrices
+ROWS = 512  # vectors that are converted to fp64 together
+CHOICES = 32  # choices of units between two matrix products
 BLOCKS = 8  # of columns: a product with itself is symmetric, and blocks below its diagonal are not computed
 
 
@@ -30,7 +30,7 @@ class SecondMoments:
 
     Attributes:
         count: number of vectors so far.
-        weight: the sum of their weights; their number, if all count alike.
+        weight: the sum of their weights; their number, if all weigh the same.
         mean: (dim,).
         scatter: (dim, dim), the sum of w (x − mean)(x − mean)ᵀ.
     """
@@ -42,7 +42,7 @@ class SecondMoments:
 
     @torch.no_grad()
     def update(self, vectors: Tensor, weight: Tensor | None = None) -> None:
-        """Add (n, dim) vectors, each as often as `weight` (n,) says.
+        """Add (n, dim) vectors, weighted by `weight` (n,).
 
         Raises:
             ValueError: an entry is NaN or infinite; the moments are left unchanged.
@@ -82,7 +82,7 @@ class SecondMoments:
             self.count += other.count
 
     def reduce(self) -> None:
-        """Add the vectors of all other processes; every process calls this, also one without any."""
+        """Add the vectors of all other processes; every process must call this, even one without any."""
         total, mean = pooled_mean(self.weight, self.mean)
         step = self.mean - mean
         self.scatter = summed(self.scatter.addr(step, step, alpha=self.weight))
@@ -96,7 +96,7 @@ class SecondMoments:
         self.weight = total
 
     def mapped(self, matrix: Tensor) -> SecondMoments:
-        """The moments of vectors whose first n coordinates are multiplied by M (k, n), from those of the vectors."""
+        """Return the moments of vectors whose first n coordinates are multiplied by M (k, n), from theirs."""
         found, inner = SecondMoments(0), matrix.shape[1]
         matrix = matrix.to(self.scatter)
         found.count, found.weight = self.count, self.weight
@@ -122,16 +122,16 @@ def choose_landmarks(
     given: int = 0,
     units: int | None = None,
 ) -> Tensor:
-    """Indices of the hidden units to keep, (count,), the most valuable first: fewer are the first of them.
+    """Return the hidden units to keep, (count,), most valuable first: a smaller choice is a prefix of a larger one.
 
     Args:
-        moments: of the hidden units (l,), followed by `given` inputs that the readout has in any case.
-        output_weight: W₂ (o, l), the contraction after the units; more columns, up to the length of the vectors, for
-            an output that depends on what follows them as well.
-        count: how many to keep, <= l.
+        moments: of the hidden units (l,), followed by `given` inputs that are always available to the readout.
+        output_weight: W₂ (o, l), the contraction after the units; more columns, up to the length of the vectors, if the
+            output depends on what follows them as well.
+        count: number of units to keep, <= l.
         rule: "greedy" or "importance".
-        given: number of coordinates of `moments` behind the units that are always available to the readout.
-        units: l, where vectors go on behind the given inputs; None where they do not.
+        given: number of coordinates of `moments` after the units that are always available to the readout.
+        units: l, if vectors continue after the given inputs; otherwise None.
 
     Raises:
         ConfigError: unknown rule, or more units than there are.
@@ -141,13 +141,13 @@ def choose_landmarks(
         raise ConfigError(f"landmark rule is {rule!r}; expected one of {', '.join(RULES)}")
     if not 1 <= count <= units:
         raise ConfigError(f"number of landmarks is {count}; the layer has {units} hidden units")
-    scatter = moments.scatter  # the covariance but for a factor, which changes no choice, without a copy
+    scatter = moments.scatter  # the covariance up to a factor, which changes no choice, without a copy
     weight = output_weight.to(scatter)
     if rule == "importance":
         spread = scatter.diagonal()[:units].clamp_min(0).sqrt()
         return (spread * weight[:, :units].norm(dim=0)).topk(count).indices
     start = scatter[:units, :units]
-    seen = weight @ scatter[: weight.shape[1], :units]  # column j is what unit j says about the output
+    seen = weight @ scatter[: weight.shape[1], :units]  # column j: covariance of unit j with the output
     if given:
         inputs = slice(units, units + given)
         known = torch.linalg.pinv(scatter[inputs, inputs], hermitian=True) @ scatter[inputs, :units]
@@ -157,15 +157,15 @@ def choose_landmarks(
 
 
 def _pivots(residual: Tensor, seen: Tensor, count: int) -> Tensor:
-    """The units that take most off the output's error, one after the other, (count,).
+    """Return the units that reduce the output's error most, one after the other, (count,).
 
-    After k choices the covariance that is left is C − F Fᵀ and what it says about the output is S − T Fᵀ. Both are
-    brought up to date once per `CHOICES` only, by products of matrices: one step then reads S once.
+    After k choices, the remaining covariance is C − F Fᵀ, and the one with the output S − T Fᵀ. Both are updated only
+    once per `CHOICES`, by matrix products: one step then reads S once.
 
     Args:
         residual: C (l, l).
         seen: S (o, l).
-        count: how many.
+        count: number of units.
     """
     residual, seen, variance = residual.clone(), seen.clone(), residual.diagonal().clone()
     floor = 1e-10 * variance.max()
@@ -176,7 +176,7 @@ def _pivots(residual: Tensor, seen: Tensor, count: int) -> Tensor:
         said = seen.square().sum(0)
         for k in range(min(CHOICES, count - len(chosen))):
             gain = torch.where(open_units & (variance > floor), said.clamp_min(0) / variance.clamp_min(floor), -1.0)
-            # Units without any variance left are as good as each other: any open one will do.
+            # Units without any remaining variance are equally good: any open one will do.
             best = int(gain.argmax()) if gain.max() > 0 else int(open_units.nonzero()[0])
             open_units[best] = False
             chosen.append(best)

@@ -1,16 +1,16 @@
-"""Moments of features and targets. They add: batches, shards and machines together hold what one pass would.
+"""Moments of features and targets. They add: those of batches, shards and machines together are those of one pass.
 
-Of tokens t with features φ_t (m,) and targets y_t (l,) the count n, the means φ̄ and ȳ, and
+For tokens t with features φ_t (m,) and targets y_t (l,), the count n, the means φ̄ and ȳ, and
 
     S = Σ (φ−φ̄)(φ−φ̄)ᵀ,     C = Σ (y−ȳ)(φ−φ̄)ᵀ,     Σ (W₂(y−ȳ))² of each output
 
-are kept: m² + m l values whatever n is. Each batch is centred at its own mean, and merged (Chan, Golub & LeVeque):
+are kept: m² + m l values for any n. Each batch is centred at its own mean, and merged (Chan, Golub & LeVeque):
 
     S ← S₁ + S₂ + n₁n₂/(n₁+n₂) (φ̄₂−φ̄₁)(φ̄₂−φ̄₁)ᵀ
 
-which does not cancel when means are large, and which a negative n₂ undoes, up to rounding of what was there before:
-at most n eps (S_jj + 2 |φ̄_j| √(S_jj/n)) in a column, which is kept. One whose S_jj is not above it is constant.
-Cost per token: m² + m l, plus l·o with an output metric W₂ (o, l). What they are for: solvers/ridge.py.
+This does not cancel if means are large, and a negative n₂ undoes it, up to the rounding of what was there before: at
+most n eps (S_jj + 2 |φ̄_j| √(S_jj/n)) in a column, which is kept. A column whose S_jj is not above it is constant.
+Cost per token: m² + m l, plus l·o with an output metric W₂ (o, l). For their use, see solvers/ridge.py.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 MOMENTS = ("feature_mean", "target_mean", "gram", "cross", "spread")
-ROUNDING = "rounding"  # of gram's diagonal after removals; statistics that were saved before it was kept have none
-IMPOSSIBLE = 1e-3  # of a column's S_jj: rows that were there never leave less than minus this, whatever is rounded
+ROUNDING = "rounding"  # of gram's diagonal after removals; statistics saved before it was kept have none
+IMPOSSIBLE = 1e-3  # relative to a column's S_jj: rows that were counted never leave less than minus this
 
 
 class Moments:
-    """Collects the moments of features (m,) and targets (l,) over any number of batches.
+    """Collect the moments of features (m,) and targets (l,) over any number of batches.
 
     Args:
         feature_dim: m.
         out_dim: l.
-        intercept: `normal_equations` are centred.
-        dtype: of the moments; float64 unless the device has none.
+        intercept: whether `normal_equations` are centred.
+        dtype: of the moments; float64 unless the device does not support it.
         output_weight: W₂ (o, l), optional.
 
     Attributes:
@@ -78,7 +78,7 @@ class Moments:
         self._gram = torch.zeros(feature_dim, feature_dim, dtype=dtype)
         self._cross = torch.zeros(out_dim, feature_dim, dtype=dtype)
         rows = out_dim if output_weight is None else len(output_weight)
-        self._spread = torch.zeros(rows, dtype=dtype)  # Σ (W₂(y − ȳ))², each output's
+        self._spread = torch.zeros(rows, dtype=dtype)  # Σ (W₂(y − ȳ))² per output
         self._rounding = torch.zeros(feature_dim, dtype=dtype)
 
     @torch.no_grad()
@@ -133,18 +133,18 @@ class Moments:
             self._rounding += other._rounding.to(self._gram)
 
     def remove(self, other: Moments, noise: float = 0.0) -> None:
-        """Remove tokens that were added before; only rounding errors of them remain.
+        """Remove tokens that were added before, up to rounding errors.
 
-        A column in which the others do not differ is constant then, as `normal_equations` has it.
+        A column in which the remaining tokens do not differ is then constant in `normal_equations`.
 
         Args:
-            other: their moments. That they were added is the caller's knowledge: of tokens that never were, only those
-                are noticed that would leave a column a negative variance.
+            other: their moments. The caller must know that they were added: foreign tokens are detected only if they
+                would leave a column with a negative variance.
             noise: relative error of S with which their features were computed again; 0 for the same bits.
 
         Raises:
             ConfigError: another shape, more tokens than there are, or tokens that cannot have been among them; nothing
-                is taken away then.
+                is removed then.
         """
         self._require_alike(other)
         if other.count > self.count:
@@ -188,7 +188,7 @@ class Moments:
             raise ConfigError("cannot merge accumulators that measure errors after different output weights")
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that was accumulated, as tensors that a file can hold; see `of_tensors`."""
+        """Return everything accumulated, as tensors for a file; see `of_tensors`."""
         named = {name: getattr(self, f"_{name}") for name in (*MOMENTS, ROUNDING)}
         return {"count": torch.tensor(self.count), **named}
 
@@ -197,7 +197,7 @@ class Moments:
         """Restore an accumulator with an intercept and without output weight from `tensors`.
 
         Raises:
-            ConfigError: tensors that are missing, or whose shapes do not fit.
+            ConfigError: tensors that are missing or have the wrong shape.
         """
         missing = sorted({"count", *MOMENTS} - tensors.keys())
         if missing:
@@ -218,7 +218,7 @@ class Moments:
         return found
 
     def mapped(self, matrix: Tensor) -> Self:
-        """The moments of features Mφ, for M (k, m) or the diagonal of M (m,), from those of φ."""
+        """Return the moments of features Mφ, for M (k, m) or the diagonal of M (m,), from those of φ."""
         found = type(self)(len(matrix), self.out_dim, self.intercept, self.dtype, self.output_weight)
         matrix, rooted = matrix.to(self._gram), self._rounding.sqrt()
 
@@ -233,7 +233,7 @@ class Moments:
         return found
 
     def reduce(self) -> None:
-        """Add the tokens of all other processes; every process calls this, also one without any."""
+        """Add the tokens of all other processes; every process must call this, even one without any."""
         total, feature_mean = pooled_mean(self.count, self._feature_mean)
         target_mean = pooled_mean(self.count, self._target_mean)[1]
         feature_step, target_step = self._feature_mean - feature_mean, self._target_mean - target_mean
@@ -251,14 +251,14 @@ class Moments:
     def _add(
         self, count: int, feature_mean: Tensor, target_mean: Tensor, gram: Tensor, cross: Tensor, spread: Tensor
     ) -> None:
-        if self.count == 0:  # the first tokens decide the device
+        if self.count == 0:  # the first tokens determine the device
             for name in (*MOMENTS, ROUNDING):
                 setattr(self, f"_{name}", getattr(self, f"_{name}").to(gram.device))
         total = self.count + count
         feature_step = feature_mean.to(self._gram) - self._feature_mean
         target_step = target_mean.to(self._gram) - self._target_mean
         between = self.count * count / total
-        # In place: with thousands of features a pass over the matrix costs as much as the product of a small batch.
+        # In place: with thousands of features, a pass over the matrix costs as much as the product of a small batch.
         self._gram.add_(gram.to(self._gram)).addr_(feature_step, feature_step, alpha=between)
         self._cross.add_(cross.to(self._gram)).addr_(target_step, feature_step, alpha=between)
         self._spread += spread.to(self._gram) + between * self._behind(target_step.unsqueeze(1))
@@ -267,14 +267,14 @@ class Moments:
         self.count = total
 
     def _without_rounding(self) -> tuple[Tensor, Tensor]:
-        """S and C with zeros where nothing but the rounding of what was removed is left of a column."""
+        """Return S and C with zeros where only the rounding of removed tokens is left of a column."""
         if not self._rounding.any():
             return self._gram, self._cross
         constant = self._gram.diagonal() <= self._rounding
         return self._gram.masked_fill(constant | constant[:, None], 0.0), self._cross.masked_fill(constant, 0.0)
 
     def normal_equations(self) -> tuple[Tensor, Tensor]:
-        """Gram matrix (m, m) and cross moments (l, m), sums over tokens: centred with intercept, raw without."""
+        """Return Gram matrix (m, m) and cross moments (l, m), sums over tokens: centred with intercept, raw without."""
         self._require_tokens()
         gram, cross = self._without_rounding()
         if self.intercept:
@@ -287,19 +287,19 @@ class Moments:
 
     @property
     def feature_mean(self) -> Tensor:
-        """The mean of the features, φ̄ (m,)."""
+        """Return the mean of the features, φ̄ (m,)."""
         return self._feature_mean.clone()
 
     @property
     def target_mean(self) -> Tensor:
-        """The mean of the targets, ȳ (l,)."""
+        """Return the mean of the targets, ȳ (l,)."""
         return self._target_mean.clone()
 
     @property
     def ridge_scale(self) -> float:
-        """The mean diagonal entry of the Gram matrix: multiply a relative ridge by it to get an absolute one.
+        """Return the mean diagonal entry of the Gram matrix: multiply a relative ridge by it to get an absolute one.
 
-        1 if that is zero, as of features that are all constant, where any ridge gives the same readout.
+        1 if it is zero, as for features that are all constant, where any ridge gives the same readout.
         """
         return float(self.normal_equations()[0].diagonal().mean()) or 1.0
 

@@ -1,22 +1,22 @@
-"""Narrower layers in closed form, from second moments: no token is needed again.
+"""Narrower layers in closed form, from second moments, without another pass over the tokens.
 
-**Fewer hidden units.** An FFN gives W h, a narrower one A h_S for the kept units S. With the second moment C of all
+**Fewer hidden units.** An FFN computes W h, a narrower one A h_S for the kept units S. With the second moment C of all
 hidden units (centred where a bias is fitted as well)
 
     error     tr (W − A) C (W − A)ᵀ                 with zeros in A outside of S
-    repair    A = W_S + W_R C_RS (C_SS + λ)⁻¹       R the other units: ridge regression of what they gave, so that a
+    repair    A = W_S + W_R C_RS (C_SS + λ)⁻¹       R the other units: ridge regression of their output, so that a
                                                     large λ leaves the old columns
 
-Two rules for S. "greedy": the unit without which the error, repaired, is least is taken out, one after the other. Its
-cost is ‖a‖² / P_jj with a its column of the repaired A and P the inverse of C_SS + λ, and both follow from one rank-one
-step (as in Optimal Brain Surgeon, Hassibi & Stork 1993). "leverage": the largest ridge leverage scores, the diagonal of
+Two rules for S. "greedy": repeatedly remove the unit without which the repaired error is smallest. Its cost is
+‖a‖² / P_jj with a its column of the repaired A and P the inverse of C_SS + λ, and both follow from one rank-one step
+(as in Optimal Brain Surgeon, Hassibi & Stork 1993). "leverage": the largest ridge leverage scores, the diagonal of
 C (C + λI)⁻¹ with λ the mean of the diagonal of C (in the manner of MoDeGPT, Lin et al. 2024, type I), without W.
 
-**Narrower attention heads**: the best product of rank r in the place of one of rank d. What a head computes depends on
+**Narrower attention heads**: the best product of rank r in place of one of rank d. What a head computes depends on
 queries and keys only through q·k, and on values and outputs only through W_o W_v. P, R (r, d) replace the identity:
 
-    q·k         ≈ (P q)·(R k)          minimising E (q·k − (Pq)·(Rk))² over queries and keys that are independent
-    W_o v       ≈ (W_o Rᵀ)(P v)        the same problem, with the columns of W_o in the place of the keys
+    q·k         ≈ (P q)·(R k)          minimising E (q·k − (Pq)·(Rk))² over independent queries and keys
+    W_o v       ≈ (W_o Rᵀ)(P v)        the same problem, with the columns of W_o as keys
 
 By Eckart and Young, with M = C_q^½ C_k^½ = U S Vᵀ, cut to r: P = S^½ Uᵀ C_q^-½, R = S^½ Vᵀ C_k^-½. With the second
 moments of weights alone these are the singular vectors of W_qᵀ W_k and W_o W_v themselves, found in d dimensions.
@@ -39,7 +39,7 @@ from snnk_peft.solvers.corrected import Target, fit_corrected, moved
 from snnk_peft.solvers.landmarks import SecondMoments
 
 RULES = ("greedy", "leverage")
-RIDGE = 1e-3  # of the mean of the diagonal, while units are chosen
+RIDGE = 1e-3  # relative to the mean of the diagonal, while units are chosen
 
 
 class NarrowFit(NamedTuple):
@@ -48,7 +48,7 @@ class NarrowFit(NamedTuple):
     Attributes:
         kept: indices of the units, (m,), ascending.
         weight: A (o, m).
-        offset: (o,), what to add to the bias, or None without intercept.
+        offset: (o,), to be added to the bias, or None without intercept.
         ridge: the chosen λ as a fraction of the mean second moment of the kept units.
         error: squared error on the held-out tokens, relative to the variance of W h there.
     """
@@ -61,14 +61,14 @@ class NarrowFit(NamedTuple):
 
 
 def second_moment(moments: SecondMoments, centre: Tensor | None = None) -> Tensor:
-    """E (h − c)(h − c)ᵀ, (l, l), about a point c (l,); None for the origin."""
+    """Return E (h − c)(h − c)ᵀ, (l, l), about a point c (l,); None for the origin."""
     covariance = moments.covariance()
     step = moments.mean if centre is None else moments.mean - centre
     return covariance.addr(step, step)
 
 
 def choose_units(moment: Tensor, weight: Tensor, count: int, *, rule: str = "greedy", ridge: float = RIDGE) -> Tensor:
-    """Indices of the hidden units to keep, (count,), ascending, from C (l, l) and the contraction W (o, l) after them.
+    """Return the hidden units to keep, (count,), ascending, from C (l, l) and the contraction W (o, l) after them.
 
     `ridge` is that of the rule "greedy", as a fraction of the mean of the diagonal of C.
 
@@ -113,23 +113,23 @@ def narrow_units(
     """Choose units, and the contraction after them with its ridge chosen on held-out tokens.
 
     Args:
-        train: moments of the hidden units (l,), of the tokens to fit; with a metric, of what is missing (o,) behind
-            them as well (`corrected.py`).
+        train: moments of the hidden units (l,), of the tokens to fit; with a metric, also of the missing part (o,) that
+            follows them (`corrected.py`).
         held_out: the same for other tokens.
         weight: W (o, l).
         count: units to keep.
         rule: see `choose_units`.
         ridges: candidates, as fractions of the mean second moment of the kept units.
-        intercept: whether there is a bias that can take up what is lost of the mean.
-        refit: fit to all tokens in the end; the error stays the one that was measured before.
-        metric: R (o, o), by which an error counts; None for the identity.
+        intercept: whether there is a bias that can absorb the lost part of the mean.
+        refit: finally fit to all tokens; the error remains the one measured before.
+        metric: R (o, o), in which errors are measured; None for the identity.
     """
     outputs, units = weight.shape
     weight = weight.to(train.scatter)
     moment = second_moment(train, train.mean if intercept else None)
     seen = weight
     if metric is not None:
-        # The best readout of all units is what there is to lose.
+        # The reference for what is lost is the best readout of all units.
         inside, mean = moment[:units, :units], moment.diagonal()[:units].mean()
         seen = (
             weight + torch.linalg.solve(inside + RIDGE * mean * torch.eye(units).to(inside), moment[:units, units:]).T
@@ -157,7 +157,7 @@ FLOOR = 1e-10
 
 
 def roots_of(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """C^½ and C^−½ of symmetric non-negative C (..., d, d) on its range; directions outside of it become 0."""
+    """Return C^½ and C^−½ of symmetric non-negative C (..., d, d) on its range; directions outside of it become 0."""
     values, vectors = torch.linalg.eigh(moment)
     inside = values > FLOOR * values.amax(-1, keepdim=True)
     root = values.clamp_min(torch.finfo(values.dtype).tiny).sqrt()
@@ -167,7 +167,7 @@ def roots_of(moment: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def narrow_products(left: Tensor, right: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """P and R, (heads, size, d), that keep the products of two kinds of vectors with second moments (heads, d, d)."""
+    """Return P, R (heads, size, d) that keep the products of two kinds of vectors with second moments (heads, d, d)."""
     (left, from_left), (right, from_right) = roots_of(left), roots_of(right)
     U, S, Vh = torch.linalg.svd(left @ right)
     scale = S[..., :size].sqrt().unsqueeze(-1)
@@ -175,29 +175,30 @@ def narrow_products(left: Tensor, right: Tensor, size: int) -> tuple[Tensor, Ten
 
 
 def narrow_values(gram: Tensor, cross: Tensor, heads: int, size: int, *, steps: int = 100) -> Tensor:
-    """Directions E (heads, size, d) of every head's output z, kept as E z, from which a linear map reproduces the
-    target best.
+    """Return directions E (heads, size, d) of every head's output z, kept as E z, that best reproduce the target.
 
-    Reduced-rank regression of one head after the other on what the others leave, since heads partly say the same, is
-    where it starts. Further sweeps creep (thousands of them, where heads say nearly the same): L-BFGS goes on from
-    there, over all directions at once with the best map after them, until nothing is gained, in `steps` at most (of
-    12 heads that share most of what they say, cut from 32 dimensions to 16: 0.00391 is lost after 100 steps, 0.00386
-    after 2,000, and after eight rounds of regressions 0.00454).
+    The target is reconstructed from them by a linear map.
+
+    Reduced-rank regression of one head after the other on what the others leave, since heads are partly redundant,
+    gives the start. Further sweeps converge slowly (thousands of them if heads are nearly redundant): L-BFGS continues
+    from there, over all directions at once with the best map after them, until nothing is gained, for at most `steps`
+    (for 12 heads that share most of their information, cut from 32 dimensions to 16: 0.00391 is lost after 100 steps,
+    0.00386 after 2,000, and after eight rounds of regressions 0.00454).
 
     Args:
-        gram: (heads·d, heads·d), centred second moment of the outputs of the heads, side by side, up to a factor.
-        cross: (out, heads·d), of the target with them, up to the same factor.
+        gram: (heads·d, heads·d), centred second moment of the heads' concatenated outputs, up to a factor.
+        cross: (out, heads·d), the second moment of the target with them, up to the same factor.
         heads: number of heads.
-        size: directions kept in each.
+        size: directions kept per head.
     """
     dim, out = len(gram) // heads, len(cross)
     gram = gram.clone()
     gram.diagonal().add_(1e-4 * gram.diagonal().mean().clamp_min(torch.finfo(gram.dtype).tiny))
     whiten = torch.stack([roots_of(gram[at : at + dim, at : at + dim])[1] for at in range(0, len(gram), dim)])
     whole = torch.block_diag(*whiten)
-    gram, cross = whole @ gram @ whole, cross @ whole  # each head white in itself
+    gram, cross = whole @ gram @ whole, cross @ whole  # each head whitened
     best = torch.linalg.solve(gram, cross.mT).mT
-    told = float((best * cross).sum())  # of the target, by all directions
+    told = float((best * cross).sum())  # part of the target explained by all directions
     readout, kept = best.clone(), []  # (out, heads·d)
     for head in range(heads):
         own = slice(head * dim, (head + 1) * dim)
@@ -211,7 +212,7 @@ def narrow_values(gram: Tensor, cross: Tensor, heads: int, size: int, *, steps: 
     by_head, target = gram.reshape(heads, dim, heads * dim), cross.mT.reshape(heads, dim, out)
 
     def lost(rows: Tensor) -> Tensor:
-        """Share of that which the best map of the kept directions misses; rows E (heads, size, d)."""
+        """Return the share that the best map of the kept directions misses; rows E (heads, size, d)."""
         among = (rows @ by_head).reshape(heads * size, heads, dim).transpose(0, 1) @ rows.mT  # E gram Eᵀ, head by head
         among = among.transpose(0, 1).reshape(heads * size, heads * size)
         seen = (rows @ target).reshape(heads * size, out)
@@ -226,7 +227,7 @@ def narrow_values(gram: Tensor, cross: Tensor, heads: int, size: int, *, steps: 
 
 
 def principal_factors(weight: Tensor, moment: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """U (out, rank) and V (in, rank) that minimise tr (U Vᵀ − W) S (U Vᵀ − W)ᵀ, balanced (UᵀU = VᵀV); fp64."""
+    """Return U (out, rank) and V (in, rank) that minimise tr (U Vᵀ − W) S (U Vᵀ − W)ᵀ, balanced (UᵀU = VᵀV); fp64."""
     weight, moment = weight.double(), moment.double()
     out, columns = weight.shape
     if out <= columns:

@@ -6,8 +6,8 @@ E‖f(Wx + b) − A φ(x) − a‖² is the Nyström form
     A = K_fg K_gg^{-1} / s,     K_fg = Cov(f(w_i·x + b_i), g(g_j·x + c_j)),   K_gg likewise,   a = E f − A E φ
 
 (second moments instead of covariances without intercept). Only weights enter: a preceding LayerNorm's bias and weight
-are the mean and standard deviation of its output. The paper's own initialisation A = Φ(W) is not an approximation of
-the layer; this one is the best there is for the given features, and equals the layer where G contains its rows.
+are the mean and standard deviation of its output. The paper's own initialisation A = Φ(W) does not approximate the
+layer; this one is optimal for the given features, and equals the layer if G contains its rows.
 
 Kernels: closed forms for ReLU-ReLU (half the arc-cosine kernel of order 1) and GELU-GELU when pre-activations have
 mean zero, Hermite series otherwise, with pairs of fully correlated units (equal or opposite rows) by direct quadrature.
@@ -54,13 +54,13 @@ def _units(
 
 
 def _same_function(f: ScalarFunction, g: ScalarFunction) -> bool:
-    """Compare two elementwise functions by value: activations come as functions, modules and library classes alike."""
+    """Compare two elementwise functions by value: activations come as functions, modules and library classes."""
     grid = torch.linspace(-10, 10, 401, dtype=torch.float64)
     return torch.allclose(f(grid), g(grid), rtol=1e-12, atol=1e-12)
 
 
 def _second_moment(a: _Units, b: _Units) -> Tensor:
-    """E[f(z_i) g(z_j)] for all pairs, (n_a, n_b)."""
+    """Compute E[f(z_i) g(z_j)] for all pairs, (n_a, n_b)."""
     rho = (a.direction @ b.direction.T).clamp(-1, 1)
     if not a.mean.any() and not b.mean.any():
         if _same_function(a.function, torch.relu) and _same_function(b.function, torch.relu):
@@ -70,7 +70,7 @@ def _second_moment(a: _Units, b: _Units) -> Tensor:
             covariance = torch.outer(a.std, b.std) * rho
             return gelu_kernel_from_moments(a.std.square().unsqueeze(1), b.std.square().unsqueeze(0), covariance)
     moment = dual_kernel(a.coefficients, b.coefficients, rho)
-    # The series is cut at a finite degree, which shows only at |rho| = 1: there one integral is exact.
+    # Truncating the series matters only at |rho| = 1: there a single integral is exact.
     i, j = (rho.abs() > 1 - 1e-9).nonzero(as_tuple=True)
     if len(i):
         signed_std = b.std[j] * rho[i, j].sign()
@@ -93,7 +93,7 @@ def nystrom_readout(
     ridge: float = 1e-10,
     degree: int = 64,
 ) -> Readout:
-    """The readout minimising E‖f(Wx + b) − A φ(x) − a‖² for Gaussian x, with φ(x) = feature_scale·g(Gx + c).
+    """Return the readout minimising E‖f(Wx + b) − A φ(x) − a‖² for Gaussian x, with φ(x) = feature_scale·g(Gx + c).
 
     Features made of several functions, such as [cos, sin], are written with one function and repeated rows:
     sin z = cos(z − π/2).
@@ -108,18 +108,18 @@ def nystrom_readout(
         feature_scale: s, a nonzero number or (m,), e.g. m^-½.
         input_mean: (d,) mean of the inputs; default 0.
         input_std: (d,) standard deviations of the inputs (signs are ignored, so a LayerNorm weight will do); default 1.
-        intercept: fit the bias a as well. Without, A is also right when the layer has no place for a bias.
-        ridge: added to the diagonal of K_gg as a fraction of its mean; raise it (1e-6 to 1e-2) to keep A small when
-            features nearly coincide or inputs are far from Gaussian. 0 gives the pseudo-inverse where rows coincide.
-        degree: Hermite degree used where no closed form applies.
+        intercept: fit the bias a as well. Without it, A is also right if the layer has no bias to put it in.
+        ridge: added to the diagonal of K_gg as a fraction of its mean; raise it (1e-6 to 1e-2) to keep A small if
+            features nearly coincide or inputs are far from Gaussian. 0 gives the pseudo-inverse if rows coincide.
+        degree: Hermite degree used if no closed form applies.
 
     Returns:
         Readout: weight A (l, m) and bias (l,) or None in the weight's dtype; `relative_error` is the predicted
         E‖f(Wx + b) − Aφ − a‖² / Σ_i Var f(w_i·x + b_i).
 
     Raises:
-        ConfigError: shapes that do not fit, a negative ridge, a zero scale: all at once.
-        ValueError: a NaN or infinity among the tensors, or a function that overflows.
+        ConfigError: shapes that do not fit, a negative ridge, a zero scale; reports all at once.
+        ValueError: a tensor that holds NaN or infinity, or a function that overflows.
     """
     (out_dim, d), m = weight.shape, len(projection)
     tensors: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {

@@ -1,8 +1,8 @@
 """Errors and samples over batches, and sums over the processes of torch.distributed, each of which may read its own
 share of the data.
 
-Every accumulator of this folder has a `reduce` made of these. A sum has the same bits in every process, and so has what
-follows from it; without a process group, or with one process, nothing happens.
+Every accumulator in this folder has a `reduce` made of these. A sum has the same bits in every process, and so has
+everything that follows from it; without a process group, or with one process, nothing happens.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ Number = TypeVar("Number", int, float)
 
 
 def processes() -> int:
-    """The number of processes, 1 without a process group."""
+    """Return the number of processes, 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def process() -> int:
-    """The number of this one, from 0."""
+    """Return the number of this process, from 0."""
     return dist.get_rank() if processes() > 1 else 0
 
 
 def global_index(index: int) -> int:
-    """The place of this process's batch `index` among those of all, if they take turns."""
+    """Return the position of this process's batch `index` among those of all, if they take turns."""
     return index * processes() + process()
 
 
 def summed(value: Tensor) -> Tensor:
-    """The sum over all processes, of the same shape, dtype and device as each summand."""
+    """Return the sum over all processes, of the same shape, dtype and device as each summand."""
     if processes() == 1:
         return value
     total = _reachable(value).clone()
@@ -43,12 +43,12 @@ def summed(value: Tensor) -> Tensor:
 
 
 def summed_number(value: float) -> float:
-    """The sum of a number over all processes; exact for integers below 2^53."""
+    """Return the sum of a number over all processes; exact for integers below 2^53."""
     return float(summed(torch.tensor(value, dtype=torch.float64)))
 
 
 def pooled_mean(count: Number, mean: Tensor) -> tuple[Number, Tensor]:
-    """Number, or weight, and mean of the vectors of all processes, from those of this one; `mean` is (dim,)."""
+    """Return number (or weight) and mean of all processes' vectors, given those of this one; `mean` is (dim,)."""
     if processes() == 1:
         return count, mean
     total = type(count)(summed_number(count))
@@ -66,7 +66,7 @@ def gathered(value: Value) -> list[Value]:
 
 @torch.no_grad()
 def same_everywhere(module: nn.Module) -> None:
-    """Give parameters and buffers of a module the values that they have in process 0."""
+    """Set parameters and buffers of a module to their values in process 0."""
     if processes() == 1:
         return
     for value in (*module.parameters(), *module.buffers()):
@@ -76,12 +76,12 @@ def same_everywhere(module: nn.Module) -> None:
 
 
 def _reachable(value: Tensor) -> Tensor:
-    """A tensor where the process group can read it: NCCL knows no other memory than that of its GPU."""
+    """Return a tensor where the process group can read it: NCCL only reads the memory of its GPU."""
     return value.cuda() if value.device.type == "cpu" and dist.get_backend() == "nccl" else value
 
 
 class ErrorMeter:
-    """Σ‖W₂(y − ŷ)‖² / Σ‖W₂(y − ȳ)‖² over all vectors given, with W₂ the `output_weight` (o, l), None for the identity.
+    """Σ‖W₂(y − ŷ)‖² / Σ‖W₂(y − ȳ)‖² over all vectors added, with W₂ the `output_weight` (o, l), None for the identity.
 
     Attributes:
         count: number of vectors so far.
@@ -95,7 +95,7 @@ class ErrorMeter:
 
     @torch.no_grad()
     def update(self, target: Tensor, estimate: Tensor, weight: Tensor | None = None) -> None:
-        """Add target and estimate, both (n, l), which count as often as `weight` (n,) says."""
+        """Add target and estimate, both (n, l), weighted by `weight` (n,)."""
         if self.output_weight is not None:
             behind = self.output_weight.to(target.dtype).T
             target, estimate = target @ behind, estimate.to(target.dtype) @ behind
@@ -108,14 +108,14 @@ class ErrorMeter:
         self._sum = self._sum + each @ target
 
     def reduce(self) -> None:
-        """Add the vectors of all other processes; every process calls this, also one without any."""
+        """Add the vectors of all other processes; every process must call this, even one without any."""
         own = (self.count, self._weight, self._error, self._square, torch.as_tensor(self._sum).cpu())
         self.count, self._weight, self._error, self._square, self._sum = (
             sum(column) for column in zip(*gathered(own), strict=True)
         )
 
     def value(self) -> float:
-        """The relative error; 1 is no better than the mean (of equal targets: than zero)."""
+        """Return the relative error; 1 is no better than the mean (for equal targets: than zero)."""
         if self.count == 0:
             raise ValueError("no vectors were given; call update() first")
         mean = torch.as_tensor(self._sum) / self._weight
@@ -124,11 +124,10 @@ class ErrorMeter:
 
 
 class TokenSample:
-    """Keeps at most `most` vectors of one length, in all processes together: reservoir sampling (Vitter 1985, algorithm
-    R).
+    """Keep at most `most` vectors of one length over all processes: reservoir sampling (Vitter 1985, algorithm R).
 
     Vector number i (from 0) takes a place j drawn from 0 to i if there is such a place, j < most; every vector is then
-    kept with the same chance. The draws follow the vectors one by one, so how they come in batches makes no difference.
+    kept with the same probability. Draws are made vector by vector, so the split into batches makes no difference.
 
     Attributes:
         count: number of vectors seen.
@@ -152,7 +151,7 @@ class TokenSample:
         kept = self._joined()
         numbers = torch.arange(self.count, self.count + len(vectors), dtype=torch.float64)
         places = (torch.rand(len(vectors), generator=self.generator, dtype=torch.float64) * (numbers + 1)).long()
-        # Of two that want one place the later has it, whatever order a device writes in.
+        # If two vectors draw the same place, the later one gets it, whatever order a device writes in.
         last = torch.full((self.most,), -1).scatter_reduce_(
             0, places.clamp_max(self.most - 1), torch.where(places < self.most, torch.arange(len(vectors)), -1), "amax"
         )
@@ -173,13 +172,13 @@ class TokenSample:
         return shares[0] if len(shares) == 1 else torch.cat([share.to(shares[0].device) for share in shares])
 
 
-CONSTANT = 1e-12  # of Σ‖y‖²: a spread below is that of equal numbers rounded to fp32
+CONSTANT = 1e-12  # relative to Σ‖y‖²: a smaller spread is that of equal numbers rounded to fp32
 
 
 def relative_error(error: float, spread: float, square: float) -> float:
-    """error Σ‖y − ŷ‖² relative to the spread Σ‖y − ȳ‖² or, of equal targets, to their square Σ‖y‖².
+    """Return the error Σ‖y − ŷ‖² relative to the spread Σ‖y − ȳ‖² or, for equal targets, to their square Σ‖y‖².
 
-    Of targets that are all zero, 0 if the error is zero too, else infinity. NaN stays NaN.
+    If all targets are zero, 0 for an error of zero, else infinity. NaN stays NaN.
     """
     if error <= 0:
         return 0.0

@@ -1,16 +1,16 @@
 """Streaming ridge regression: the readout A minimising Σ_t ‖y_t − A φ_t − a‖² + λ‖A‖² over tokens t.
 
-Only the moments of (φ, y) are kept (solvers/moments.py), so memory is O(m² + m l) whatever the number of tokens,
-and any number of λ share one eigendecomposition. With S = Σ (φ−φ̄)(φ−φ̄)ᵀ and C = Σ (y−ȳ)(φ−φ̄)ᵀ,
+Only the moments of (φ, y) are kept (solvers/moments.py), so memory is O(m² + m l) for any number of tokens, and any
+number of λ share one eigendecomposition. With S = Σ (φ−φ̄)(φ−φ̄)ᵀ and C = Σ (y−ȳ)(φ−φ̄)ᵀ,
 
     A = C (S + λI)^{-1},     a = ȳ − A φ̄
 
-(without intercept, the uncentred moments). λ = 0 gives least squares, of minimum norm where S is singular. The same
-moments taken on other tokens score any readout without touching a token again:
+(without intercept, the uncentred moments). λ = 0 gives least squares, of minimum norm if S is singular. The same
+moments taken on other tokens score any readout without reading a token again:
 Σ‖W₂(y − Aφ − a)‖² = Σ‖W₂(y−ȳ)‖² − 2 tr(W₂ A Cᵀ W₂ᵀ) + tr(W₂ A S Aᵀ W₂ᵀ) + n‖W₂(ȳ − Aφ̄ − a)‖².
 
 A fully bundled head is linear in its features: `closed_form_head` is its optimum for the squared error (SNNK paper,
-section 3.3 and App. J.3); of one-hot targets, a least-squares classifier, whose outputs are scores and no
+section 3.3 and App. J.3); for one-hot targets, a least-squares classifier, whose outputs are scores, not
 log-probabilities.
 """
 
@@ -31,7 +31,7 @@ DEFAULT_RIDGES = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8)
 
 
 class Readout(NamedTuple):
-    """A linear map on features and how well it does.
+    """A linear map on features and its error.
 
     Attributes:
         weight: A (l, m).
@@ -61,13 +61,15 @@ class RidgeFit(NamedTuple):
 
 
 def solve_symmetric(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """X = cross (gram + ridge·I)^{-1}, (l, m), of minimum norm where gram (m, m), which is >= 0, is singular and ridge
-    is 0."""
+    """Return X = cross (gram + ridge·I)^{-1}, (l, m), for gram (m, m) >= 0.
+
+    X has minimum norm if gram is singular and ridge is 0.
+    """
     shifted = gram + ridge * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     factor, failed = torch.linalg.cholesky_ex(shifted)
     pivots = factor.diagonal()
     rounding = len(gram) * torch.finfo(gram.dtype).eps
-    # A pivot at rounding level means that a direction is determined by noise alone: Cholesky would amplify it.
+    # A pivot at rounding level means a direction determined by noise alone: Cholesky would amplify it.
     if not failed and bool((pivots.square() > 10 * rounding * shifted.diagonal()).all()):
         return torch.cholesky_solve(cross.T, factor).T
     values, vectors = torch.linalg.eigh(gram)
@@ -75,7 +77,7 @@ def solve_symmetric(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
 
 
 def _spectral_solve(values: Tensor, vectors: Tensor, rotated: Tensor, ridge: float) -> Tensor:
-    """The solution from gram = V diag(values) Vᵀ and rotated = cross V; directions at rounding level get 0."""
+    """Return the solution from gram = V diag(values) Vᵀ and rotated = cross V; directions at rounding level get 0."""
     cutoff = len(values) * torch.finfo(values.dtype).eps * values[-1].clamp_min(0)
     kept = values > cutoff
     inverse = torch.where(kept, 1 / torch.where(kept, values + ridge, 1.0), 0.0)
@@ -83,15 +85,15 @@ def _spectral_solve(values: Tensor, vectors: Tensor, rotated: Tensor, ridge: flo
 
 
 class GramAccumulator(Moments):
-    """Collects the moments of features and targets over any number of batches, then solves for readouts.
+    """Collect the moments of features and targets over any number of batches, then solve for readouts.
 
     Args:
         feature_dim: m, length of a feature vector.
         out_dim: l, length of a target vector.
         intercept: fit a bias as well.
-        dtype: of the moments; float64 unless the device has none.
+        dtype: of the moments; float64 unless the device does not support it.
         output_weight: W₂ (o, l), optional. Errors are then measured after this matrix: of W₂(Aφ + a) against W₂ y,
-            which is what a network sees if y feeds a Linear. Needed only on the accumulator that measures.
+            which is what a network sees if y feeds a Linear. Only needed on the accumulator that measures.
 
     Example:
         >>> gram = GramAccumulator(2, 1)
@@ -105,18 +107,18 @@ class GramAccumulator(Moments):
         return Readout(weight, bias, self.held_out_error(weight, bias))
 
     def solve(self, ridge: float = 0.0) -> Readout:
-        """The readout for one absolute ridge λ >= 0; `relative_error` is on the accumulated tokens themselves."""
+        """Return the readout for one absolute ridge λ >= 0; `relative_error` is on the accumulated tokens."""
         _check_ridges([ridge])
         gram, cross = self.normal_equations()
         return self._readout(solve_symmetric(gram, cross, ridge))
 
     def eigen(self) -> tuple[Tensor, Tensor]:
-        """Eigenvalues (m,), ascending, and eigenvectors (m, m) of the Gram matrix; m³ operations."""
+        """Return eigenvalues (m,), ascending, and eigenvectors (m, m) of the Gram matrix; m³ operations."""
         values, vectors = torch.linalg.eigh(self.normal_equations()[0])
         return values, vectors
 
     def solve_path(self, ridges: Iterable[float], eigen: tuple[Tensor, Tensor] | None = None) -> list[Readout]:
-        """`solve` for several absolute ridges at the price of one eigendecomposition, `eigen()` where it is known."""
+        """Solve for several absolute ridges at the cost of one eigendecomposition, `eigen()` if known."""
         ridges = list(ridges)
         _check_ridges(ridges)
         values, vectors = self.eigen() if eigen is None else eigen
@@ -124,9 +126,9 @@ class GramAccumulator(Moments):
         return [self._readout(_spectral_solve(values, vectors, rotated, ridge)) for ridge in ridges]
 
     def held_out_error(self, weight: Tensor, bias: Tensor | None = None) -> float:
-        """Relative error of a readout A (l, m), a (l,) on the tokens of this accumulator.
+        """Return the relative error of a readout A (l, m), a (l,) on the tokens of this accumulator.
 
-        Σ‖W₂(y − Aφ − a)‖² / Σ‖W₂(y − ȳ)‖², with W₂ the `output_weight` (identity if none). Of constant targets,
+        Σ‖W₂(y − Aφ − a)‖² / Σ‖W₂(y − ȳ)‖², with W₂ the `output_weight` (identity if none). For constant targets,
         relative to Σ‖W₂ y‖² (`relative_error`).
         """
         residual, spread = float(self.residuals(weight, bias).sum()), float(self._spread.sum())
@@ -136,7 +138,7 @@ class GramAccumulator(Moments):
         return relative_error(residual, spread, spread + self.count * float(mean.square().sum()))
 
     def residuals(self, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Σ (W₂(y − Aφ − a))² of each output over the tokens of this accumulator, (o,); arguments as above."""
+        """Return Σ (W₂(y − Aφ − a))² of each output over the tokens of this accumulator, (o,); arguments as above."""
         self._require_tokens()
         weight = weight.to(self._gram)
         offset = self._target_mean - weight @ self._feature_mean - (0 if bias is None else bias.to(self._gram))
@@ -145,7 +147,7 @@ class GramAccumulator(Moments):
             output_weight = self.output_weight.to(self._gram)
             weight, offset, cross = output_weight @ weight, output_weight @ offset, output_weight @ cross
         explained = (weight * (2 * cross - weight @ self._gram)).sum(1)
-        # A perfect fit lands on either side of zero.
+        # For a perfect fit, rounding may give either sign.
         return (self._spread - explained + self.count * offset.square()).clamp_min(0)
 
 
@@ -161,14 +163,14 @@ def fit_ridge(
     *,
     refit: bool = False,
 ) -> RidgeFit:
-    """Fit on one accumulator, choose the ridge on another; of equal errors, the larger ridge wins.
+    """Fit on one accumulator, choose the ridge on another; ties go to the larger ridge.
 
     Args:
         train: moments of the tokens to fit.
         held_out: moments of other tokens; its `output_weight`, if any, decides which error is minimised.
         ridges: candidates, as fractions of the mean diagonal of the training Gram matrix (so that they mean the same
-            for any number of tokens and any feature scale). A list of one is allowed and is then merely scored.
-        refit: fit to all tokens in the end, which `train` then holds; the error stays the one that was measured before.
+            for any number of tokens and any feature scale). A single candidate is only scored.
+        refit: finally fit to all tokens, which `train` then holds; the error remains the one measured before.
     """
     ordered = sorted(ridges, reverse=True)
     _check_ridges(ordered)
@@ -187,7 +189,7 @@ def fit_ridge(
 
 
 def one_hot_targets(labels: Tensor, num_classes: int) -> Tensor:
-    """Class indices (n,) as targets (n, num_classes) of a regression, in fp64; ConfigError for anything else."""
+    """Return class indices (n,) as regression targets (n, num_classes) in fp64; ConfigError for anything else."""
     if labels.is_floating_point() or labels.ndim != 1:
         raise ConfigError(f"labels are {tuple(labels.shape)} {labels.dtype}; expected integer class indices (n,)")
     if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < num_classes:
@@ -199,16 +201,16 @@ def one_hot_targets(labels: Tensor, num_classes: int) -> Tensor:
 
 
 def closed_form_head(batches: Iterable[tuple[Tensor, Tensor]], ridge: float = 0.0) -> Readout:
-    """The optimal head on given features, weight (k, m) and bias (k,), in one pass and fp64.
+    """Return the optimal head on given features, weight (k, m) and bias (k,), in one pass and fp64.
 
     Args:
-        batches: pairs (features (n, m), targets (n,) or (n, k)); of classes, the `one_hot_targets`.
+        batches: pairs (features (n, m), targets (n,) or (n, k)); for classes, the `one_hot_targets`.
         ridge: λ >= 0 of the penalty λ‖W̄‖² (scikit-learn's `alpha`; the intercept is not penalised). 0 is least squares,
-            of minimum norm when there are fewer examples than features.
+            of minimum norm if there are fewer examples than features.
 
     Raises:
-        ConfigError: shapes that differ.
-        ValueError: no examples, or a NaN or infinity among features or targets.
+        ConfigError: mismatched shapes.
+        ValueError: no examples, or NaN or infinity among features or targets.
     """
     accumulator: GramAccumulator | None = None
     for features, targets in batches:

@@ -4,14 +4,14 @@ With centred features φ̃, S = Σ φ̃φ̃ᵀ over n examples and the ridge λ,
 
     H = 11ᵀ/n + Φ̃ (S + λI)⁻¹ Φ̃ᵀ,        h(φ) = 1/n + φ̃ᵀ (S + λI)⁻¹ φ̃ on its diagonal (the leverage)
 
-and from these, without fitting anything again:
+which gives, without another fit:
 
     generalised cross-validation   n ‖y − Hy‖² / (n − tr H)²                         (Golub, Heath & Wahba 1979)
     leave-one-out errors           (y − Hy)ᵢ / (1 − hᵢ), exactly what a fit without example i would give
     predictive variance            σ² (1 + h(φ)),   σ² = ‖y − Hy‖² / (n − tr H), of Bayesian linear regression with
                                    the prior variance σ²/λ on each weight
 
-Without intercept 1/n is 0 and features are not centred.
+Without an intercept, 1/n is 0 and features are not centred.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class RidgePosterior:
     """A readout with its uncertainty.
 
     Args:
-        moments: of features and targets; later changes to them do not count.
+        moments: of features and targets; later changes to them have no effect.
         ridge: λ > 0, absolute.
-        eigen: `moments.eigen()`, if it is known.
+        eigen: `moments.eigen()`, if known.
 
     Attributes:
         readout: the solution; weight (l, m), bias (l,).
         degrees: tr H, the effective number of parameters of each output.
-        noise: σ² of each output, (l,); infinity where no degree of freedom is left.
+        noise: σ² of each output, (l,); infinity if no degree of freedom is left.
 
     Raises:
         ConfigError: λ is not above 0.
@@ -60,7 +60,7 @@ class RidgePosterior:
         self.noise = residual / left if left > 0 else torch.full_like(residual, torch.inf)
 
     def leverage(self, features: Tensor) -> Tensor:
-        """h(φ) for (n, m): (n,)."""
+        """Return h(φ) for features (n, m): (n,)."""
         return self._constant + ((features.to(self._half) - self._mean) @ self._half).square().sum(-1)
 
     def variance(self, features: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class RidgePosterior:
         return (1 + self.leverage(features)).unsqueeze(-1) * self.noise
 
     def leave_one_out(self, features: Tensor, targets: Tensor) -> Tensor:
-        """Errors y − ŷ (n, l) of examples that were fitted, (n, m) and (n, l), each from the fit without it."""
+        """Return errors y − ŷ (n, l) of fitted examples, (n, m) and (n, l), each from the fit without it."""
         predicted = features.to(self.readout.weight) @ self.readout.weight.T
         if self.readout.bias is not None:
             predicted = predicted + self.readout.bias
@@ -80,15 +80,15 @@ def cross_validated(
     ridges: Sequence[float] = DEFAULT_RIDGES,
     eigen: tuple[Tensor, Tensor] | None = None,
 ) -> RidgeFit:
-    """The readout whose ridge has the least generalised cross-validation error; of equal ones, the larger ridge.
+    """Return the readout whose ridge has the least generalised cross-validation error; ties go to the larger ridge.
 
-    Ridges that leave less than a quarter of the degrees of freedom are taken only if all do: with as many features as
-    examples the error is then a quotient of two numbers near 0, which repeated examples and rounding decide.
+    Ridges that leave less than a quarter of the degrees of freedom are used only if all do: with as many features as
+    examples, the error is then a quotient of two numbers near 0, determined by repeated examples and rounding.
 
     Args:
         moments: of all examples.
         ridges: candidates above 0, as fractions of the mean diagonal of S.
-        eigen: `moments.eigen()`, if it is known.
+        eigen: `moments.eigen()`, if known.
 
     Raises:
         ConfigError: no candidates, or some not above 0.

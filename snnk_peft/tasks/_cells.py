@@ -13,11 +13,11 @@ from snnk_peft.tasks._files import empty_text, listed
 _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 _COMMA = re.compile(r"\s*[-+]?[0-9]+,[0-9]+\s*")
 _LIST = re.compile(r"\s*\[\s*(?:['\"].*|[-+.0-9].*)?\]\s*", re.DOTALL)
-_EXACT = 2.0**53  # whole numbers below it are exact in 64 bits
+_EXACT = 2.0**53  # integers below it are exact in 64 bits
 
 
 def missing(value: Any) -> bool:
-    """Return whether a value is missing: None, spaces, NaN."""
+    """Return True for a missing value: None, spaces, NaN."""
     return (
         value is None or (isinstance(value, str) and not value.strip()) or (isinstance(value, float) and value != value)
     )
@@ -33,7 +33,7 @@ def text(column: str, value: Any) -> str:
 
 
 def words(column: str, value: Any) -> list[str]:
-    """Parse a list of words, or a text of words separated by spaces."""
+    """Parse a list of words, or a text of space-separated words."""
     listed_words = value.split() if isinstance(value, str) else value
     if listed_words is not None and not isinstance(listed_words, (list, tuple)):
         raise ConfigError(f"{column} is {_shown(value)}; expected a list of words")
@@ -51,7 +51,7 @@ def words(column: str, value: Any) -> list[str]:
 
 
 def tags(column: str, value: Any) -> list[Any]:
-    """Parse a list of raw tags, or a text of tags separated by spaces."""
+    """Parse a list of raw tags, or a text of space-separated tags."""
     if missing(value):
         raise ConfigError(f"{column} is missing; expected a list of tags")
     cells = value.split() if isinstance(value, str) else value
@@ -61,7 +61,7 @@ def tags(column: str, value: Any) -> list[Any]:
 
 
 def several(column: str, value: Any) -> list[Any]:
-    """Parse the raw labels of an example, possibly none, or a text of labels separated by commas."""
+    """Parse the raw labels of an example, possibly none, or a text of comma-separated labels."""
     if missing(value):
         return []
     cells = value.split(",") if isinstance(value, str) else value
@@ -85,7 +85,7 @@ def class_name(column: str, value: Any) -> str:
 
 def class_id(column: str, value: Any, names: Sequence[str] | None, ids: Mapping[str, int]) -> int:
     """Parse the id of a class; `names` are the source's own names of the ids in the column."""
-    if names is not None and isinstance(value, int):  # the Hub's -1 says that the label is kept secret
+    if names is not None and isinstance(value, int):  # the Hub uses -1 for hidden labels
         value = names[value] if 0 <= value < len(names) else None
     name = class_name(column, value)
     if name not in ids:
@@ -100,17 +100,17 @@ def class_id(column: str, value: Any, names: Sequence[str] | None, ids: Mapping[
 
 
 def is_written_list(value: Any) -> bool:
-    """Return whether a text is a list as printed by Python or numpy."""
+    """Return True if a text is a list as printed by Python or numpy."""
     return isinstance(value, str) and _LIST.fullmatch(value) is not None
 
 
 def has_decimal_comma(value: Any) -> bool:
-    """Return whether a text is a number with a decimal comma."""
+    """Return True if a text is a number with a decimal comma."""
     return isinstance(value, str) and _COMMA.fullmatch(value) is not None
 
 
 def is_torn(value: Any) -> bool:
-    """Return whether a text, or one in a list, contains an unpaired surrogate, which UTF-8 cannot encode."""
+    """Return True if a text, or one in a list, contains an unpaired surrogate, which UTF-8 cannot encode."""
     if isinstance(value, list):
         return any(isinstance(item, str) and is_torn(item) for item in value)
     return isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value)
@@ -134,7 +134,7 @@ def number(column: str, value: Any) -> float:
 
 
 def or_number(value: Any) -> Any:
-    """Convert a text to a number if it is one, else return it unchanged."""
+    """Convert a text to a number if it is one; otherwise return it unchanged."""
     if not isinstance(value, str) or _NUMBER.fullmatch(value) is None:
         return value
     for convert in (int, float):
@@ -146,7 +146,7 @@ def or_number(value: Any) -> Any:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is an integer, or the text of one."""
+    """Return True if a value is an integer, or the text of one."""
     parsed = or_number(value)
     return (isinstance(parsed, int) and not isinstance(parsed, bool)) or (
         isinstance(parsed, float) and parsed.is_integer() and abs(parsed) < _EXACT
@@ -154,7 +154,7 @@ def is_whole(value: Any) -> bool:
 
 
 def whole_name(name: str) -> str:
-    """Convert "1.0", as pandas writes integers of a column with gaps, to "1"; return anything else unchanged."""
+    """Convert "1.0", as pandas writes integers in a column with gaps, to "1"; return anything else unchanged."""
     parsed = or_number(name)
     return str(int(parsed)) if isinstance(parsed, float) and is_whole(parsed) else name
 

@@ -20,7 +20,7 @@ CLASSES, NUMBERS, TOKENS = "classification", "regression", "token_classification
 LABELS = "multi_label_classification"
 KINDS = (CLASSES, NUMBERS, TOKENS, LABELS)
 _NOTHING = {"NA", "N/A", "NaN", "nan", "null", "NULL", "None", "<NA>", "#N/A"}
-_MANY = 20  # whole numbers with more values than this are perhaps no classes
+_MANY = 20  # integers with more distinct values than this may not be classes
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,21 @@ class TableSettings:
 
     Args:
         train_file: .csv, .tsv, .jsonl, .parquet, or a folder of `Dataset.save_to_disk`.
-        eval_file: the same; None uses `eval_split` of the data set, or holds out a part of the training rows.
+        eval_file: the same; None uses `eval_split` of the data set, or holds out part of the training rows.
         dataset: instead of train_file: a folder of `DatasetDict.save_to_disk`, or a data set on the Hub.
         dataset_config: configuration of the data set.
         train_split: split to train on.
-        eval_split: split to evaluate on; `train_split` holds out a part of the training rows.
-        text: column of the text, or of the list of words. In CSV and TSV files words are separated by spaces.
+        eval_split: split to evaluate on; `train_split` holds out part of the training rows.
+        text: column of the text, or of the list of words. In CSV and TSV files, words are separated by spaces.
         text_pair: column of the second text of a pair, or None.
-        label: column of the class, the number, the list of tags, or the list of labels (any number of them; separated
-            by commas in CSV and TSV files).
+        label: column of the class, the number, the list of tags, or the list of any number of labels (separated by
+            commas in CSV and TSV files).
         kind: one of `KINDS`; None infers it from the training rows.
         labels: class names in the order of their ids; None uses those of the training rows, sorted.
-        metric: selects the best checkpoint; None uses accuracy, pearson, micro_f1 for several labels, or entity_f1 for
+        metric: selects the best checkpoint; None uses accuracy, pearson, micro_f1 for multiple labels, or entity_f1 for
             tags (macro_f1 if they are not IOB2).
         hold_out: share of the training rows, stratified by class, to hold out if no evaluation rows are given.
-        split_seed: seed of this split.
+        split_seed: seed of that split.
         max_unreadable: maximum number of faulty rows per file to skip with a warning; more are an error.
     """
 
@@ -94,20 +94,20 @@ class TableSettings:
 
     @classmethod
     def among(cls, settings: Mapping[str, Any]) -> TableSettings:
-        """Build from those of `settings` that are fields, None for the default; ignore other keys."""
+        """Build from the `settings` that are fields, None for the default; ignore other keys."""
         names = {field.name for field in fields(cls)}
         return cls(**{key: value for key, value in settings.items() if key in names and value is not None})
 
     @property
     def train_source(self) -> str:
-        """File or data set of the training rows, for messages."""
+        """The file or data set of the training rows, for messages."""
         return self.train_file or self.dataset or self.eval_file or ""
 
     def read(self, split: str, cache_dir: str | None = None) -> Rows:
         """Read the rows of "train" or "validation".
 
         Raises:
-            ConfigError: see `read_table` and `read_split`; or no source is given.
+            ConfigError: no source is given; or see `read_table` and `read_split`.
         """
         file = self.train_file if split == "train" else self.eval_file
         if file is not None:
@@ -122,7 +122,7 @@ class TableSettings:
 
 
 def unnamed(count: int) -> list[str]:
-    """Return transformers' names of unnamed classes."""
+    """Return transformers' names for unnamed classes."""
     return [f"LABEL_{index}" for index in range(count)]
 
 
@@ -132,7 +132,7 @@ def of_model(known: TableSettings, model: Mapping[str, Any]) -> TableSettings:
         kind = TOKENS
     else:
         kind = model["problem_type"] if model.get("problem_type") in (NUMBERS, LABELS) else CLASSES
-    # transformers omits from config.json only two unnamed classes.
+    # transformers omits the classes from config.json only if there are two unnamed ones.
     names = model.get("id2label") or dict(enumerate(unnamed(2)))
     labels = [names[key] for key in sorted(names, key=int)] if kind != NUMBERS and len(names) > 1 else None
     return replace(known, kind=known.kind or kind, labels=known.labels or labels)
@@ -196,7 +196,7 @@ def _names(column: str, value: Any, kind: str) -> Iterator[str]:
 
 
 def _kind(known: TableSettings, rows: Rows) -> tuple[str, str]:
-    """Infer the kind from the values; return it with the reason."""
+    """Infer the kind from the values, and return it with the reason."""
     texts, values = rows.columns[known.text], [value for value in rows.columns[known.label] if not cell.missing(value)]
     if any(isinstance(value, (list, tuple)) for value in texts):
         return TOKENS, f"{known.text} and {known.label} hold lists"
@@ -230,10 +230,10 @@ def examples(known: TableSettings, rows: Rows) -> list[list[Any]]:
     """Return columns of the texts (or words), the labels, and the row indices in the table, from 0.
 
     Raises:
-        ConfigError: every faulty row, if there are more than `max_unreadable`, or nothing else.
+        ConfigError: lists the faulty rows, if there are more than `max_unreadable` or no others.
 
     Warns:
-        UserWarning: the faulty rows that are skipped.
+        UserWarning: lists the faulty rows that are skipped.
     """
     *texts, label = known.columns
     tokens = known.kind == TOKENS

@@ -29,12 +29,12 @@ DAMAGED = (tarfile.TarError, EOFError, OSError, ValueError, zlib.error, lzma.LZM
 
 
 def empty_text(column: str, cell: str) -> str | None:
-    """Return a message for a text of only spaces, or None."""
+    """Return a message for a text that is only spaces, or None."""
     return None if cell.strip() else f"{column} is empty; expected a text"
 
 
 def decode(path: Path) -> tuple[list[str], list[str]]:
-    """Return the lines of a UTF-8 file without line ends, and a fault for each line that is not UTF-8."""
+    """Return the lines of a UTF-8 file without line endings, and a fault for each line that is not UTF-8."""
     lines, faults = [], []
     try:
         content = read_bytes(path)
@@ -57,13 +57,13 @@ def decode(path: Path) -> tuple[list[str], list[str]]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Join names by commas; after the twentieth, give their number."""
+    """Join names with commas; after the twentieth, give the number of others."""
     names = list(names)
     return ", ".join(names[:20]) + (f", ... ({len(names)} in all)" if len(names) > 20 else "")
 
 
 def capped(faults: list[str], path: Path | str) -> list[str]:
-    """Return the first faults of a file, and the number of further ones."""
+    """Return the first faults of a file, and the number of others."""
     extra = len(faults) - MAX_FAULTS
     return faults if extra <= 0 else [*faults[:MAX_FAULTS], f"{path}: ... and {extra} more"]
 
@@ -73,7 +73,7 @@ class NotRegularError(OSError):
 
 
 def check_regular(path: Path, limit: int | None = None) -> None:
-    """Refuse anything but a regular file of at most `limit` bytes.
+    """Reject anything but a regular file of at most `limit` bytes.
 
     Raises:
         NotRegularError: not a regular file, or too large.
@@ -136,7 +136,7 @@ class Bounded(io.RawIOBase):
 
 
 def require(module: str) -> ModuleType:
-    """Import `module` (dotted name); ImportError with the pip command if its package is not installed."""
+    """Import `module` (dotted name); ImportError with the pip command if the package is not installed."""
     package = module.partition(".")[0]
     try:
         return importlib.import_module(module)

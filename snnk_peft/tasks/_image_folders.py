@@ -20,11 +20,11 @@ from snnk_peft.tasks.base_image import FilePictures, Images, label_fault
 SUFFIXES = ("png", "jpg", "jpeg", "webp", "bmp", "gif", "tif", "tiff", "ppm")
 PICTURE = rf"\.(?i:{'|'.join(SUFFIXES)})"
 EXPECTED = f"files *.{{{','.join(SUFFIXES)}}}"
-_IS_PICTURE = re.compile(rf"[^.].*{PICTURE}")  # names that begin with a dot are what file managers leave behind
+_IS_PICTURE = re.compile(rf"[^.].*{PICTURE}")  # file managers leave behind names that begin with a dot
 
 
 def root_with(path: Path, names: Iterable[str]) -> Path | None:
-    """Return `path`, or the only folder in it, if it has a folder with one of these names."""
+    """Return `path`, or the only folder in it, if it contains a folder with one of these names."""
     if not path.is_dir():
         return None
     names = list(names)
@@ -54,7 +54,7 @@ def read_classes(folder: Path, classes: Sequence[str]) -> Images:
     """Read the images under CLASS/ in one folder, ordered by name.
 
     Raises:
-        ConfigError: folders that are not classes or contain no images, or no folder at all.
+        ConfigError: folders that are not classes or contain no images, or no folders at all.
     """
     ids = {name: number for number, name in enumerate(classes)}
     files: list[tuple[str, int]] = []
@@ -69,7 +69,7 @@ def read_classes(folder: Path, classes: Sequence[str]) -> Images:
         seen: set[tuple[int, int]] = set()
         for parent, below_it, entries in os.walk(folder / name, followlinks=True):
             place = os.stat(parent)
-            if (place.st_dev, place.st_ino) in seen:  # a link to a folder around it
+            if (place.st_dev, place.st_ino) in seen:  # a link to a parent folder
                 below_it.clear()
                 continue
             seen.add((place.st_dev, place.st_ino))
@@ -102,7 +102,7 @@ class FolderLayout:
     Args:
         train: possible names of the folder of training images; the first found is used.
         evaluation: likewise for the "validation" split.
-        hold_out: whether to hold out a part of the training images if there are none to evaluate on, and to use CLASS/
+        hold_out: whether to hold out part of the training images if there are none to evaluate on, and to use CLASS/
             folders outside a split's folder as training images.
     """
 
@@ -112,7 +112,7 @@ class FolderLayout:
 
     @property
     def expected(self) -> str:
-        """Description of the expected layout."""
+        """A description of the expected layout."""
         flat = ", or CLASS/*.jpg alone" if self.hold_out else ""
         return (
             f"{self.train[0]}/CLASS/*.jpg and {' or '.join(self.evaluation)}/CLASS/*.jpg{flat}, or uncompressed tar "
@@ -120,11 +120,11 @@ class FolderLayout:
         )
 
     def names(self, path: Path) -> dict[str, str]:
-        """Return class folder -> readable name, if known."""
+        """Return class folder -> readable name, where known."""
         return {}
 
     def classes(self, path: Path) -> tuple[str, ...]:
-        """Return the class folders in the order of the ids; for shards the ids as strings.
+        """Return the class folders in the order of the ids; for shards, the ids as strings.
 
         Raises:
             ConfigError: no classes found, or folders that cannot be classes.
@@ -152,7 +152,7 @@ class FolderLayout:
     def read(
         self, path: Path, wanted: Sequence[str], classes: Sequence[str], share: float, seed: int
     ) -> dict[str, Images]:
-        """Read the wanted splits, "train" or "validation".
+        """Read the requested splits, "train" or "validation".
 
         Raises:
             ConfigError: lists all faults.

@@ -1,7 +1,7 @@
 """Rows of user tables, each with its line or row number.
 
 CSV, TSV and JSON lines are read here, because `datasets` keeps no line numbers and pandas, which it uses, treats texts
-such as "NA" as missing; Parquet files, folders of `save_to_disk` and the Hub are read by `datasets`.
+such as "NA" as missing. Parquet files, `save_to_disk` folders and the Hub are read by `datasets`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Rows:
     Args:
         source: the file or split, for messages.
         unit: unit of `numbers`, "line" or "row".
-        numbers: line of each row (the first one of a row of several lines), or its position; from 1.
+        numbers: line of each row (the first line of a row that spans several), or its position; from 1.
         columns: name -> one value per row; None for a missing value.
         typed: whether numbers and texts are distinguished, unlike in CSV.
-        class_names: column -> the source's own names of the ids in it.
+        class_names: column -> the source's own names for the ids in it.
         faults: (number, message) for rows that could not be read and are in no column.
     """
 
@@ -52,15 +52,15 @@ class Rows:
         return len(self.numbers)
 
     def messages(self, faults: Sequence[tuple[int, str]]) -> list[str]:
-        """Return messages for these and the reading faults, in order; up to ten, and the number of others."""
+        """Return messages for these and the reading faults, in order: up to ten, and the number of others."""
         numbered = sorted([*self.faults, *faults])
         return capped([f"{self.source}, {self.unit} {number}: {text}" for number, text in numbered], self.source)
 
 
 def read_table(path: Path, columns: Sequence[str]) -> Rows:
-    """Read the wanted columns of a file (.csv, .tsv, .jsonl, .parquet) or a data set saved by `save_to_disk`.
+    """Read the requested columns of a file (.csv, .tsv, .jsonl, .parquet) or a data set saved by `save_to_disk`.
 
-    CSV and TSV: UTF-8, a header line, cells in double quotes if they contain separators, quotes or line ends.
+    CSV and TSV: UTF-8, a header line, cells in double quotes if they contain separators, quotes or line endings.
 
     Raises:
         ConfigError: no such file, an unsupported format, a missing column, bytes that are not UTF-8, or no rows.
@@ -89,7 +89,7 @@ def read_table(path: Path, columns: Sequence[str]) -> Rows:
 
 
 def read_split(name: str, config: str | None, split: str, columns: Sequence[str], cache_dir: str | None) -> Rows:
-    """Read the wanted columns of one split of a data set: a folder of `save_to_disk`, or a name for `load_dataset`.
+    """Read the requested columns of one split of a data set: a `save_to_disk` folder, or a name for `load_dataset`.
 
     Raises:
         ConfigError: no such data set, split or column, the Hub unreachable, or no rows.
@@ -113,14 +113,14 @@ def read_split(name: str, config: str | None, split: str, columns: Sequence[str]
 
 
 def read_dataset(source: str, dataset: Any, columns: Sequence[str]) -> Rows:
-    """Read the wanted columns of a `datasets.Dataset`; ConfigError for a missing column or no rows."""
+    """Read the requested columns of a `datasets.Dataset`; ConfigError for a missing column or no rows."""
     return _checked(_of_dataset(source, dataset, columns))
 
 
 def _of_lines(
     path: Path, columns: Sequence[str], parse: Callable[[list[str]], Iterator[tuple[int, Any]]], typed: bool
 ) -> Rows:
-    """Build rows from `parse`, which yields (line, mapping of a row or the message of a fault)."""
+    """Build rows from `parse`, which yields (line, mapping of a row or message of a fault)."""
     lines, faults = decode(path)
     if faults:
         raise ConfigError(capped(faults, path))
@@ -188,7 +188,7 @@ def _csv_rows(path: Path, lines: list[str], separator: str) -> Iterator[tuple[in
                 yield number, f"{len(cells)} cells; expected {len(header)} ({listed(header)})"
             elif cells:
                 yield number, dict(zip(header, cells, strict=True))
-    except csv.Error as error:  # what follows cannot be read
+    except csv.Error as error:  # the rest cannot be read
         yield (
             before + 1,
             f"{error}; expected quotes around a cell as a whole, those inside it doubled, as csv.writer and "
@@ -228,7 +228,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _one_value(lines: list[str]) -> str | None:
-    """Describe a file that is a single JSON value, an array or an object over several lines, or return None."""
+    """Describe a file that is a single JSON value (an array, or an object over several lines), or return None."""
     full = [line for line in lines if line.strip()]
     if not full or full[0].lstrip()[0] not in "[{":
         return None
@@ -236,7 +236,7 @@ def _one_value(lines: list[str]) -> str | None:
     try:
         first = json.loads(full[0])
     except json.JSONDecodeError:
-        # Opened on the first line and closed on the last: impossible in JSON lines, where each line is complete.
+        # Opened on the first line and closed on the last, which JSON lines rule out: there, each line is complete.
         last = full[-1].strip()
         return f"{kind} over several lines" if len(full) > 1 and last[-1] == "]}"[kind == "object"] else None
     except (ValueError, RecursionError):
@@ -283,7 +283,7 @@ def _check_columns(source: str, wanted: Sequence[str], present: Sequence[str]) -
 
 
 def _checked(rows: Rows) -> Rows:
-    """Check that there are rows, and that no column holds lists as texts."""
+    """Check that there are rows, and that no column holds lists written as text."""
     if not rows.numbers:
         raise ConfigError(rows.messages([]) or f"{rows.source} holds no row; expected a header line and rows, or rows")
     written = [

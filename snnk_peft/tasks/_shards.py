@@ -1,7 +1,7 @@
-"""Images in tar shards in WebDataset's layout: KEY.jpg with KEY.cls or KEY.json beside it, many per file.
+"""Images in tar shards in WebDataset's layout: KEY.jpg with KEY.cls or KEY.json next to it, many per file.
 
-Headers are read once; an image is then read at its offset in the shard. This gives random access, as needed for
-shuffling all images and for resuming a run bit for bit, without the second copy on disk that `datasets` would make.
+Headers are read once; an image is then read at its offset in the shard. This gives the random access needed to shuffle
+all images and to resume a run bit for bit, without the second copy on disk that `datasets` would make.
 Compressed archives have no random access: unpack them (gunzip).
 """
 
@@ -35,7 +35,7 @@ class ShardPictures(Pictures):
     Args:
         root: the folder of the shards.
         shards: their paths relative to it.
-        places: (n, 3) index of the shard, offset and size in bytes of each image.
+        places: (n, 3), the shard index, offset and size in bytes of each image.
     """
 
     def __init__(self, root: Path, shards: Sequence[str], places: np.ndarray):
@@ -68,7 +68,7 @@ def find_shards(root: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, lis
     """Find the shards of each split under `root`, sorted; a shard's path names its split, e.g. imagenet-train-0000.tar.
 
     Raises:
-        ConfigError: shards that name no split or several, or only compressed ones.
+        ConfigError: shards that name no split or several, or that are all compressed.
     """
     shards: dict[str, list[str]] = {split: [] for split in parts}
     files = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.tar"))
@@ -88,7 +88,7 @@ def find_shards(root: Path, parts: Mapping[str, Sequence[str]]) -> dict[str, lis
 
 
 def read_shards(root: Path, shards: Sequence[str]) -> Images:
-    """Read all images of some shards, in the order of the shards and of their members.
+    """Read all images of the shards, in the order of the shards and their members.
 
     Raises:
         ConfigError: damaged shards, images without a label, labels without an image, or labels that are not class ids.
@@ -115,7 +115,7 @@ def read_shards(root: Path, shards: Sequence[str]) -> Images:
                         if key in pictures:
                             raise ValueError(f"two pictures {key}; expected one per key")
                         pictures[key] = (number, member.offset_data, member.size)
-                    elif kind == "cls" or key not in ids:  # .cls counts where both are there
+                    elif kind == "cls" or key not in ids:  # .cls takes precedence
                         stream = archive.extractfile(member)
                         ids[key] = _label(member.name, b"" if stream is None else stream.read())
         except DAMAGED as error:

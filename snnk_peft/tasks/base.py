@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import datasets
     import evaluate
 
-# The examples of an evaluation on a subset must not depend on the seed of a run.
+# The examples of an evaluation on a subset must not depend on the seed of the run.
 _EVALUATION_SEED = 0
 
 IGNORED = -100
@@ -27,7 +27,7 @@ IGNORED = -100
 
 
 class Split(Protocol):
-    """A split as returned by `Task.load`, for any kind of examples: their number, labels, and subsets.
+    """A split as returned by `Task.load`, for any kind of example: their number, labels, and subsets.
 
     Examples depend on the class of the task: rows of a `datasets.Dataset` (`TextTask`), `Images` (`ImageTask`),
     `Sequences` (`SequenceTask`), `Columns` (`ColumnsTask`). Recipes turn a split into an ExampleSet, which makes
@@ -57,13 +57,13 @@ class Task(ABC):
     """One data set with its labels and metrics. Subclasses are frozen dataclasses and define `_read`.
 
     Attributes:
-        modality: kind of the examples, "text", "image", "sequence" or "columns"; used by recipes.
+        modality: kind of example, "text", "image", "sequence" or "columns"; used by recipes.
         name: registry key.
         label_names: class names in the order of the integer ids; None for regression.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS` that are reported.
         primary: those whose mean is the `score` that selects the best checkpoint; None uses all `metrics`.
-        splits: "train" first, the others are for evaluation.
-        notes: notes for the user about the data before training.
+        splits: "train" first, then those for evaluation.
+        notes: notes about the data for the user, shown before training.
     """
 
     modality: ClassVar[str]
@@ -87,16 +87,16 @@ class Task(ABC):
 
         Args:
             data_dir: folder of the official files (text: with one subfolder per task, or the task's own; sequences: for
-                some tasks also an archive). None downloads or generates the data, if the task can.
+                some tasks also an archive). None downloads or generates the data, if the task supports it.
             splits: the splits to load, all of which must exist; None loads all that exist, including train.
             max_samples: split -> size of a random subset to keep, in the order of the files; None keeps all.
-            seed: seed of the training subset; those of the other splits are always the same. The global random state is
-                not changed.
+            seed: seed of the training subset; subsets of the other splits are always the same. The global random state
+                is not changed.
             cache_dir: cache folder of `datasets` for downloads from the Hub; None for its default.
 
         Raises:
-            ConfigError: no such folder, file or split, the Hub unreachable, or faults in files, with their lines.
-            ImportError: the `recipes` extra is not installed, and the task needs it.
+            ConfigError: no such folder, file or split, the Hub is unreachable, or faults in files, with their lines.
+            ImportError: the task needs the `recipes` extra, which is not installed.
         """
         splits = [splits] if isinstance(splits, str) else splits
         limits = {split: size for split, size in (max_samples or {}).items() if size is not None}
@@ -127,7 +127,7 @@ class Task(ABC):
         """Read the splits; more examples than the limit may be returned."""
 
     def check(self, settings: Mapping[str, Any]) -> list[str]:
-        """List the faults of these settings (see `with_settings`) that can be found without reading the data."""
+        """List the faults of the settings (see `with_settings`) that can be found without reading the data."""
         return [
             f"{key} is {value!r}, but task {self.name} has its own files; set task=table, or leave it out"
             for key, value in settings.items()
@@ -140,12 +140,12 @@ class Task(ABC):
 
     @property
     def inferred(self) -> dict[str, Any]:
-        """Settings that `with_settings` inferred, for the record of a run."""
+        """The settings that `with_settings` inferred, for the record of a run."""
         return {}
 
     @property
     def title(self) -> str:
-        """Name of the data in the title of a model card."""
+        """The name of the data in the title of a model card."""
         return self.name
 
     @property
@@ -155,12 +155,12 @@ class Task(ABC):
 
     @property
     def num_labels(self) -> int:
-        """Width of the model's output: number of classes, 1 for regression."""
+        """The width of the model's output: number of classes, or 1 for regression."""
         return 1 if self.label_names is None else len(self.label_names)
 
     @property
     def tokens(self) -> bool:
-        """Return True if every word of an example has a label; otherwise the whole example has one."""
+        """True if every word of an example has a label; otherwise the whole example has one."""
         return False
 
     @property
@@ -187,7 +187,7 @@ class Task(ABC):
             references: true labels, (examples,).
 
         Returns:
-            One float per metric plus `score`; larger is better.
+            One float per metric, and `score`; larger is better.
 
         Raises:
             ConfigError: wrong shapes, NaN, or class ids out of range.
@@ -229,7 +229,7 @@ class Task(ABC):
         """Combine the `compute` results of several validation splits: their mean, and each under "split/metric".
 
         Args:
-            results: split name -> result of `compute`. With one split, its result is returned unchanged.
+            results: split name -> result of `compute`. The result of a single split is returned unchanged.
         """
         if not results:
             raise ConfigError(f"task {self.name!r}: no results to summarize; expected {self.validation_splits}")

@@ -1,7 +1,7 @@
 """`ImageTask`: images with one class each, and `Images`, a split of them from any source.
 
-An image is decoded on access, in the accessing process (a loader's worker), so a split may be larger than memory.
-Pillow (the `recipes` extra) decodes.
+An image is decoded on access by Pillow (the `recipes` extra), in the accessing process (a loader's worker), so a split
+may be larger than memory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ DAMAGED = (OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, Typ
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 LARGEST = 1 << 30
 """Bytes of an encoded picture; what claims more is damaged."""
-_ORIENTATION = 0x0112  # the EXIF tag by which a camera says how it was held
+_ORIENTATION = 0x0112  # the EXIF tag for the orientation of the camera
 
 
 class UnreadableImageError(ValueError):
-    """Raised for an image that cannot be decoded, or whose mode has no 8-bit equivalent; names image and reason."""
+    """Raised for an image that cannot be decoded, or whose mode has no 8-bit equivalent; gives image and reason."""
 
 
 class Pictures(ABC):
@@ -109,7 +109,7 @@ class FilePictures(Pictures):
         return str(self._root / self._files[index])
 
     def _opened(self, index: int) -> Image:
-        # Read in full: an image opened by name keeps its file open.
+        # Read in full, because an image opened by name keeps its file open.
         image: Image = require("PIL.Image").open(io.BytesIO(self._content(index)))
         return image
 
@@ -119,7 +119,7 @@ class FilePictures(Pictures):
     def _identity(self, index: int) -> bytes:
         try:
             size = (self._root / self._files[index]).stat().st_size
-        except OSError:  # a link to nothing, named with the other unreadable pictures
+        except OSError:  # a broken link, reported with the other unreadable images
             size = -1
         return f"{self._files[index]}\n{size}".encode()
 
@@ -127,7 +127,7 @@ class FilePictures(Pictures):
 def converted(image: Any, channels: int) -> Image:
     """Convert an image to grey (1 channel) or RGB (3)."""
     mode = {1: "L", 3: "RGB"}[channels]
-    # A palette with transparency is converted via RGBA; otherwise Pillow warns.
+    # A palette with transparency is converted via RGBA, or Pillow warns.
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     result: Image = image if image.mode == mode else image.convert(mode)
@@ -159,7 +159,7 @@ class Images:
         return self.labels
 
     def select(self, indices: Sequence[int]) -> Images:
-        """The examples at these places, in this order."""
+        """Return the examples at these indices, in this order."""
         chosen = np.asarray(indices, dtype=np.int64)
         return Images(self._pictures, self.labels[chosen], self._indices[chosen])
 
@@ -187,10 +187,10 @@ class ImageTask(Task):
 
     Args:
         name: registry key.
-        read: function (folder or archive, wanted splits) -> {split: Images}, which raises ConfigError with all faults.
+        read: function (folder or archive, requested splits) -> {split: Images}; raises ConfigError with all faults.
         label_names: class names in the order of the integer ids.
         folder: the official files, for messages.
-        source: the data set in words, for model cards.
+        source: description of the data set, for model cards.
         metrics: keys of `snnk_peft.tasks.metrics.METRICS`.
         primary: see `Task`.
         splits: "train" and the evaluation splits.
@@ -208,7 +208,7 @@ class ImageTask(Task):
 
     @property
     def hub_path(self) -> str | None:
-        """Data set on the Hub, or None."""
+        """The data set on the Hub, or None."""
         return None
 
     def _read(self, request: Request) -> dict[str, Images]:

@@ -1,6 +1,6 @@
 """A folder of images as a task: train/CLASS/* with val/CLASS/* or test/CLASS/*, or CLASS/* alone, or tar shards.
 
-The classes are the folders found, sorted. Without a folder to evaluate on, a part of the training images is held out,
+The classes are the folders found, sorted. Without a folder to evaluate on, part of the training images is held out,
 stratified by class and always the same.
 
 Example:
@@ -37,7 +37,7 @@ HOLD_OUT = 0.1
 
 
 def unsettled(path: Path, wanted: Sequence[str]) -> dict[str, Images]:
-    """Raise an error; the `read` of a task that has no classes yet."""
+    """Raise an error: the `read` of a task that has no classes yet."""
     raise ConfigError(
         f"the classes are not known before with_settings({{'dir': {str(path)!r}}}); load from the task that it returns"
     )
@@ -45,7 +45,7 @@ def unsettled(path: Path, wanted: Sequence[str]) -> dict[str, Images]:
 
 @dataclass(frozen=True)
 class ImageFolderTask(ImageTask):
-    """Task of an image folder; the registered one has no classes until `with_settings` gives it a folder.
+    """Task for an image folder; the registered one has no classes until `with_settings` gives it a folder.
 
     Args:
         layout: the expected layout.
@@ -70,11 +70,11 @@ class ImageFolderTask(ImageTask):
         return faults
 
     def with_settings(self, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> ImageFolderTask:
-        """Return the task of one folder; its classes come from the settings, the model, or the training images.
+        """Return the task for a folder; its classes come from the settings, the model, or the training images.
 
         Args:
-            settings: dir, labels (class folders or their names, in the order of the ids), hold_out and split_seed, None
-                for the default; other keys are ignored.
+            settings: dir, labels (class folders or their names, in the order of the ids), hold_out and split_seed, with
+                None for the default; other keys are ignored.
             model: config.json of a model that was trained on the task: its classes are the labels.
 
         Raises:
@@ -118,7 +118,7 @@ class ImageFolderTask(ImageTask):
 
     @property
     def title(self) -> str:
-        """The folder, for a user's own data."""
+        """The name of the folder, for a user's own data."""
         return self.directory.resolve().name if self.layout.hold_out and self.directory else self.name
 
     def _read(self, request: Request) -> dict[str, Images]:

@@ -1,14 +1,14 @@
 """Docstrings of Python's standard library, classified by area: a real data set that comes with every Python.
 
 Sentence -> one of six areas (text and formats, data types, operating system, ...). The sentences are read from the
-*sources* of the running Python, so nothing is imported, downloaded or stored. Three things keep the task honest:
+*sources* of the running Python, so nothing is imported, downloaded or stored. Three rules keep the task honest:
 
 1. Names that reveal the label are replaced by "…": those of the sentence's own module (with its submodules)
-   and of every class and function in it, everything that looks like code, and the words of the areas' names (these in
-   every area, so that a gap tells nothing). A function whose name is an ordinary word ("read", "close") gives nothing
-   away: it stays if the docstrings of most areas use the word.
-2. The split is by module: no module (a package with all its submodules is one) has sentences in both halves.
-3. The draw depends only on the texts (order of their SHA-256), so one Python version always gives the same data.
+   and of every class and function in it, everything that looks like code, and the words of the areas' names (in every
+   area, so that a gap reveals nothing). A function whose name is an ordinary word ("read", "close") gives nothing
+   away: it is kept if the docstrings of most areas use the word.
+2. The split is by module: no module (a package with its submodules counts as one) has sentences in both halves.
+3. The draw depends only on the texts (order of their SHA-256), so a given Python version always gives the same data.
 
 Example:
     >>> from snnk_peft.tasks.stdlib_docs import AREAS, load_sentences
@@ -31,7 +31,7 @@ from pathlib import Path
 
 from snnk_peft.errors import ConfigError
 
-# Only modules that every distribution of CPython >= 3.10 ships and that no release up to 3.13 has dropped.
+# Only modules that every distribution of CPython >= 3.10 ships and that no release up to 3.13 has removed.
 AREA_MODULES: dict[str, str] = {
     "text and formats": "base64 bz2 codecs configparser copyreg csv dbm difflib encodings gettext gzip html json "
     "locale lzma netrc pickle pickletools plistlib quopri re shelve shlex sqlite3 string stringprep struct tarfile "
@@ -63,10 +63,10 @@ PRIVATE_HALVES = {
     "sre_parse": "re",
 }
 
-# The words of the areas' names and closely related ones; a plural counts as its singular.
+# The words of the areas' names and closely related ones; a plural is treated as its singular.
 KEYWORDS: str = "text string format data type operating system os concurrency concurrent internet network language tool"
 
-ORDINARY_AREAS = 4  # a word that the docstrings of this many areas use is ordinary
+ORDINARY_AREAS = 4  # a word used in the docstrings of this many areas is ordinary
 MODULE_LIMIT = 150  # sentences: no single module may dominate its area
 AREA_LIMIT = 900
 TEST_SHARE = 0.3  # of an area's sentences; one module fills at most half of it
@@ -92,9 +92,9 @@ class Sentence:
     """One example.
 
     Attributes:
-        text: the sentence, give-away names replaced by "…".
+        text: the sentence, with give-away names replaced by "…".
         area: index into `AREAS`, the label.
-        module: the public top-level module it was written in.
+        module: the public top-level module it comes from.
     """
 
     text: str
@@ -106,7 +106,7 @@ def load_sentences(stdlib: str | Path | None = None) -> tuple[list[Sentence], li
     """Read the data set from the sources of the standard library (about three seconds, no network).
 
     Args:
-        stdlib: folder of the standard library's sources; that of the running Python by default.
+        stdlib: folder of the standard library's sources; by default, that of the running Python.
 
     Returns:
         (train, test), each in a fixed, shuffled order. No module and no sentence is in both.
@@ -132,7 +132,7 @@ def load_sentences(stdlib: str | Path | None = None) -> tuple[list[Sentence], li
         sentences = {module: _of_module(module, doc, ordinary, label, seen) for module, doc in docs[area].items()}
         room = TEST_SHARE * sum(map(len, sentences.values()))
         halves: tuple[list[Sentence], list[Sentence]] = ([], [])
-        for module in sorted(sentences, key=_digest):  # first fit: a module too big for the test half goes to train
+        for module in sorted(sentences, key=_digest):  # first fit: a module too large for the test half goes to train
             size = len(sentences[module])
             in_test = size <= room / 2 and len(halves[1]) + size <= room
             halves[in_test].extend(sentences[module])
@@ -165,7 +165,7 @@ def give_away_names(module: str, docs: ModuleDocs, ordinary: frozenset[str]) -> 
 def _of_module(
     module: str, docs: ModuleDocs, ordinary: frozenset[str], label: int, seen: set[tuple[str, ...]]
 ) -> list[Sentence]:
-    """Return at most `MODULE_LIMIT` sentences of one module whose words are not in `seen`, which is updated."""
+    """Return at most `MODULE_LIMIT` sentences of one module whose words are not in `seen`, and update `seen`."""
     names = give_away_names(module, docs, ordinary)
     sentences = []
     for text in (without(names, sentence) for sentence in docs.sentences):
@@ -237,7 +237,7 @@ def without(names: frozenset[str], sentence: str) -> str:
 
 
 def is_prose(text: str) -> bool:
-    """Return whether a sentence has 7 to 48 words, is mostly letters, starts like a sentence and is not mostly gaps."""
+    """Return True if a sentence has 7 to 48 words, is mostly letters, starts like one and is not mostly gaps."""
     found_words = words(text)
     letters = sum(character.isalpha() or character.isspace() for character in text)
     return (

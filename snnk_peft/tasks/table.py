@@ -1,6 +1,6 @@
-"""User data: a table of texts with labels as a task, with columns named by settings.
+"""User data: a table of labelled texts as a task, with columns named by settings.
 
-One row is one example: a text (or a pair) with a class, a number or any number of labels, or a list of words with a
+Each row is an example: a text (or a pair) with a class, a number or any number of labels, or a list of words with a
 list of tags. Kind and labels, if not set, are inferred from the training rows. Every faulty row is reported with its
 line.
 
@@ -40,19 +40,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Table(TextTask):
-    """Task of a table; the registered one has no data until `with_settings` gives it a table, with kind and labels.
+    """Task for a table; the registered one has no data until `with_settings` gives it a table, with kind and labels.
 
     Args:
         settings: complete, if there are `metrics`.
         label_names: class names in the order of their ids; None for regression.
         metrics: the computed metrics. Classification: accuracy, macro_f1 (the mean of the F1 of every class),
-            matthews_correlation and, for two classes, f1 (of the second). Regression: pearson, spearmanr. Several
+            matthews_correlation and, for two classes, f1 (of the second). Regression: pearson, spearmanr. Multiple
             labels: micro_f1, macro_f1, accuracy (of whole sets). Tokens, over all words together: accuracy, macro_f1
-            and, if the tags are IOB2, entity_f1 (over entities: type, first and last word must agree).
-        primary: None; `settings.metric` is the score.
+            and, if the tags are IOB2, entity_f1 (over entities: type, first and last word must match).
+        primary: None; `settings.metric` gives the score.
         splits: train and validation.
-        notes: what was inferred, in words.
-        rows: the rows read for inference, by split, until `load` uses them, so that each file is read once.
+        notes: description of what was inferred.
+        rows: the rows read to infer settings, by split, until `load` uses them, so that each file is read once.
     """
 
     settings: TableSettings = field(default_factory=TableSettings)
@@ -65,11 +65,11 @@ class Table(TextTask):
     name: str = "table"
 
     def check(self, settings: Mapping[str, Any]) -> list[str]:
-        """List the faults of the settings that can be found without reading a row."""
+        """List the faults of the settings that can be found without reading any rows."""
         return TableSettings.among(settings).faults()
 
     def with_settings(self, settings: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> Table:
-        """Return the task of one table; missing settings are inferred from the model, or from the training rows.
+        """Return the task for a table; missing settings are inferred from the model, or from the training rows.
 
         Args:
             settings: fields of `TableSettings`, None for the default; other keys are ignored.
@@ -121,7 +121,7 @@ class Table(TextTask):
 
     @property
     def problem_type(self) -> str | None:
-        """The `problem_type` of a transformers config; None for tokens, which have a single kind of problem."""
+        """The `problem_type` of a transformers config; None for tokens, which have only one problem type."""
         return None if self.tokens else LABELS if self.several else super().problem_type
 
     @property
@@ -130,7 +130,7 @@ class Table(TextTask):
 
     @property
     def several(self) -> bool:
-        """Whether an example has any number of labels, so that its label is a row of zeros and ones."""
+        """True if an example has any number of labels, so that its label is a row of zeros and ones."""
         return self.settings.kind == LABELS
 
     @property
@@ -151,7 +151,7 @@ class Table(TextTask):
 
     @property
     def source(self) -> str:
-        """The table in words, for model cards."""
+        """A description of the table, for model cards."""
         known, train = self.settings, self.title
         if known.held_out:
             return f"the table {train}, of which {known.hold_out:.0%} are held back for evaluation"
@@ -162,9 +162,9 @@ class Table(TextTask):
         """Compute the metrics like `Task.compute`; `score` is `settings.metric`.
 
         Args:
-            predictions: as there; for tokens the logits (examples, length, num_labels).
-            references: as there; for tokens the labels (examples, length), `IGNORED` where no word begins; for several
-                labels (examples, num_labels) zeros and ones, for logits that are above 0 for predicted labels.
+            predictions: as there; for tokens, the logits (examples, length, num_labels).
+            references: as there; for tokens, the labels (examples, length), `IGNORED` where no word begins; for
+                multiple labels, zeros and ones (examples, num_labels), where logits above 0 predict a label.
         """
         if self.several:
             logits, true = to_numpy(predictions), to_numpy(references)
@@ -193,7 +193,7 @@ class Table(TextTask):
                     for ids in (logits.argmax(-1), np.where(words, true, 0))
                 )
                 result["entity_f1"] = entity_f1(mine, theirs)
-        del result["score"]  # the mean of all
+        del result["score"]  # the mean of all metrics
         return {**result, "score": result[str(self.settings.metric)]}
 
     def _features(self) -> datasets.Features:

@@ -1,4 +1,4 @@
-"""Texts without labels: reading from a file, sampling, and tokenisation into batches of similar length."""
+"""Unlabelled texts: reading from a file, sampling, and tokenisation into batches of similar length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Columns = dict[str, list[str]]
 
 
 def read_texts(path: Path, names: Sequence[str], asked_by: str = "data") -> Columns:
-    """Read the texts of a file, one column for each of the names.
+    """Read the texts of a file, one column per name.
 
     Args:
         path: a .txt file with one text per line, or a table (.csv, .tsv, .jsonl, .parquet).
@@ -26,7 +26,7 @@ def read_texts(path: Path, names: Sequence[str], asked_by: str = "data") -> Colu
         asked_by: the argument or setting that gave the path, for messages.
 
     Raises:
-        ConfigError: no such file, no column of that name, no text, or rows without a text, with their lines.
+        ConfigError: no such file, no column of that name, no texts, or rows without a text, with their lines.
     """
     if path.suffix.lower() != ".txt":
         return checked_texts(read_table(path, names))
@@ -62,8 +62,8 @@ def _lines(path: Path, asked_by: str) -> list[str]:
 
 
 def drawn(count: int, size: int, seed: int) -> list[int]:
-    """Draw `size` distinct integers below `count` by `seed`, in random order; all if there are fewer."""
-    import torch  # here, so that tasks are found without it
+    """Draw `size` distinct integers below `count` with `seed`, in random order; all if there are fewer."""
+    import torch  # here, so that finding tasks does not need it
 
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))[:size].tolist()
 
@@ -89,7 +89,7 @@ class Tokens:
     """Tokenised texts, padded per batch.
 
     Args:
-        encoded: output of a tokenizer for texts, without padding and without attention mask.
+        encoded: output of a tokenizer for texts, without padding or attention mask.
         tokenizer: the tokenizer.
 
     Attributes:

@@ -1,9 +1,9 @@
 """An adapter's record of its base model: sizes, a digest of the weights, and the labels of a classifier.
 
-The digest is of a sample of the weights in memory, which takes milliseconds, for every precision: the files under a
-name may change, and so may a model after loading. Embeddings, which grow with the vocabulary, are excluded, as are the
-modules that the adapter saves in full. Labels are saved because a base model on the Hub does not have them: it would
-get a new classifier with two labels.
+The digest covers a sample of the weights in memory, for every precision, and takes milliseconds: the files under a
+name may change, and so may a model after loading. Embeddings, which grow with the vocabulary, are excluded, and so are
+the modules that the adapter saves in full. Labels are saved because a base model on the Hub does not have them: it
+would get a new classifier with two labels.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.families.base import ModelFamily, module_at
 from snnk_peft.tuner.slot_layer import original_path, root_of
 
-SAMPLE = 16  # values of every tensor: training moves nearly all of them
+SAMPLE = 16  # values per tensor: training changes nearly all of them
 INSIDE = (".snnk_slots.", ".modules_to_save.")
-# Precisions to which a model of this precision may have been rounded.
+# Precisions that a model of this precision may have been rounded to.
 COARSER = {
     torch.float64: (torch.float32, torch.bfloat16, torch.float16),
     torch.float32: (torch.float32, torch.bfloat16, torch.float16),
@@ -32,10 +32,10 @@ COARSER = {
 
 
 def base_digests(model: nn.Module, saved: Sequence[str] | None) -> dict[str, str] | None:
-    """Compute digests of a sample of the base model, by the precision to which it was rounded first.
+    """Compute digests of a sample of the base model, by the precision it is first rounded to.
 
     Returns:
-        None for a model whose weights are unavailable, or quantized.
+        None for a model whose weights are unavailable or quantized.
     """
     if getattr(root_of(model), "is_quantized", False):
         return None
@@ -67,14 +67,14 @@ def _embeddings(model: Any) -> list[nn.Parameter]:
     for getter in (model.get_input_embeddings, model.get_output_embeddings) if hasattr(model, "config") else ():
         try:
             embedding = getter()
-        except (NotImplementedError, AttributeError):  # how transformers says that a model has none
+        except (NotImplementedError, AttributeError):  # transformers' way of saying that a model has none
             continue
         weights += [] if embedding is None else list(embedding.parameters())
     return weights
 
 
 def note_another_base(config: SNNKConfig, present: dict[str, str] | None, model: nn.Module) -> None:
-    """Warn if an adapter is loaded into another base model than it was trained on."""
+    """Warn if an adapter is loaded into a base model other than the one it was trained on."""
     saved = config.base_digests
     comparable = [name for name in present or () if name in (saved or ())]
     if saved is None or present is None or not comparable or saved[comparable[0]] == present[comparable[0]]:
@@ -101,7 +101,7 @@ def note_labels(config: SNNKConfig, model: Any) -> None:
 
 
 def take_labels(config: SNNKConfig, model: Any) -> None:
-    """Give a model with transformers' placeholder label names the names of an adapter."""
+    """Copy the label names of an adapter to a model with transformers' placeholder names."""
     number = _number(model)
     if number and config.id2label and model.config.id2label == {index: f"LABEL_{index}" for index in range(number)}:
         given = {} if model.config.problem_type is None else {"problem_type": model.config.problem_type}
@@ -123,7 +123,7 @@ def label_options(config: SNNKConfig, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def check_labels(config: SNNKConfig, model: nn.Module, layout: Layout, expected: Layout) -> None:
-    """Raise ConfigError if an adapter's classifier has another number of labels than the model."""
+    """Raise ConfigError if the classifiers of adapter and model differ in their number of labels."""
     if (own := _number(model)) is None:
         return
     saved = len(config.id2label or ())
@@ -159,7 +159,7 @@ def measurements(model: nn.Module, family: ModelFamily | None) -> dict[str, str 
     sizes: dict[str, str | int] = {"model_type": family.name, "layers": len(layers)}
     if isinstance(expansion, nn.Linear):
         return sizes | {"hidden_size": expansion.in_features, "ffn_size": expansion.out_features}
-    # A family with another kind of FFN; such a model takes no part that depends on its size.
+    # A family with another kind of FFN; no part that depends on its size supports such a model.
     config = family.config_of(model)
     return sizes | {"hidden_size": config.hidden_size, "heads": config.num_attention_heads}
 

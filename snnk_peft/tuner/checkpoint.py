@@ -1,8 +1,8 @@
-"""Check an adapter checkpoint before the model is changed: the file is complete, and it fits.
+"""Check that an adapter checkpoint is complete and fits, before the model is changed.
 
 PEFT puts the adapter's modules into the model first and reads the file afterwards, so a fault found then leaves a
 half-loaded model behind. The tuner therefore looks up the file (doors.py) and compares it with the modules it is about
-to install: first their sizes alone, so that nothing large is allocated for a manipulated config.
+to install: sizes first, so that nothing large is allocated for a manipulated config.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from snnk_peft.tuner.base_model import check_labels
 from snnk_peft.tuner.slot_layer import SlotLayer, original_path
 
 INSIDE = (".snnk_slots.", ".modules_to_save.", ".original_module.", ".base_layer.")
-ADDED_BY_PEFT = {"classifier", "score", "qa_outputs"}  # for a task_type, whether the model has them or not
-# A config may ask for this many times the parameters of its file (redrawn matrices are not in it), and for 256 MB
-# for any file.
+ADDED_BY_PEFT = {"classifier", "score", "qa_outputs"}  # for a task_type, even if the model lacks them
+# A config may ask for this many times the parameters of its file (which lacks redrawn matrices), and for 256 MB
+# whatever the file.
 ROOM, UNASKED = 4, 1 << 26
 
 
@@ -39,8 +39,8 @@ class Incoming:
     Args:
         name: name of the file, for messages.
         layout: shape and dtype of every tensor.
-        checksums: checksums of matrices that are drawn again.
-        content_faults: returns messages about values that are damaged, or belong to another config; reads all of them.
+        checksums: checksums of redrawn matrices.
+        content_faults: returns messages about values that are damaged or belong to another config; reads all values.
     """
 
     name: str
@@ -58,7 +58,7 @@ def plain_start(config: SNNKConfig) -> SNNKConfig:
 
 
 def check_size(trial: Mapping[str, list[Slot]], incoming: Incoming) -> None:
-    """Raise ConfigError if the config asks for far more parameters than the file can fill."""
+    """Raise ConfigError if the config asks for far more parameters than the file holds."""
     wanted = sum(value.numel() for slots in trial.values() for value in nn.ModuleList(slots).state_dict().values())
     given = sum(math.prod(shape) for shape, _ in incoming.layout.values())
     if wanted > ROOM * given + UNASKED:
@@ -108,7 +108,7 @@ def check_weights(
 
 
 def check_loaded(config: SNNKConfig, model: nn.Module, adapter_name: str, incoming: Incoming | None) -> None:
-    """Apply `check_weights` to an adapter that is already in the model and gets other weights."""
+    """Apply `check_weights` to an adapter that is already in the model and gets new weights."""
     if incoming is not None:
         layers = {original_path(n): m for n, m in model.named_modules() if isinstance(m, SlotLayer)}
         slots = {
@@ -126,7 +126,7 @@ def _embedding_keys(model: Any) -> set[str]:
     for getter in getters:
         try:
             embedding = getter()
-        except NotImplementedError:  # how transformers says that a model has none that can be exchanged
+        except NotImplementedError:  # transformers' way of saying that they cannot be exchanged
             continue
         for name, module in model.named_modules() if embedding is not None else ():
             if module is embedding:
@@ -135,7 +135,7 @@ def _embedding_keys(model: Any) -> set[str]:
 
 
 def _place(key: str) -> str:
-    """Strip from a key of the file PEFT's prefix, and the wrappers around a module inside a wrapped one."""
+    """Strip PEFT's prefix, and the wrappers around a module inside a wrapped one, from a key of the file."""
     return original_path(key)
 
 

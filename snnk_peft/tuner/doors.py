@@ -1,9 +1,9 @@
-"""The loading methods of adapter weights, wrapped to know which file will be read.
+"""The methods that load adapter weights, wrapped to know which file will be read.
 
 PEFT and transformers put an adapter's modules into the model first and read its file afterwards, and neither tells the
-tuner which file. So the three methods that load adapters record their arguments while they run; the tuner looks there
-before it changes anything (see checkpoint.py). The Auto classes, which read adapter_config.json themselves, are only
-made to name that file if it is damaged. Other PEFT methods load as usual.
+tuner which file. So the three methods that load adapters record their arguments while they run, and the tuner looks
+them up before it changes anything (see checkpoint.py). The Auto classes, which read adapter_config.json themselves, are
+wrapped only to name that file if it is damaged. Other PEFT methods load as usual.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Door:
     Args:
         source: folder or Hub repository, or None for tensors in memory.
         options: options of the download: subfolder, revision, token and so on.
-        tensors: those in memory.
-        pickled: whether a pickled file was asked for.
-        seen: set once the tuner has compared them with its modules.
+        tensors: the tensors in memory.
+        pickled: whether a pickled file was requested.
+        seen: set once the tuner has compared the tensors with its modules.
     """
 
     source: str | None
@@ -110,7 +110,7 @@ class Door:
         if not isinstance(kind, str) or kind not in mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
             raise ConfigError(f"{path}: peft_type is {str(kind)[:100]!r}; expected a method of PEFT, such as 'SNNK'")
         base = content.get("base_model_name_or_path")
-        alone = not (folder / MODEL_CONFIG).is_file()  # transformers takes the model beside an adapter
+        alone = not (folder / MODEL_CONFIG).is_file()  # transformers prefers a model next to an adapter
         if needs_base and alone and not (isinstance(base, str) and base):
             raise ConfigError(f"{path}: base_model_name_or_path is {base!r}; expected a folder or a repository")
         if needs_base and alone and os.path.isabs(str(base)) and not os.path.exists(str(base)):
@@ -146,7 +146,7 @@ def _watch_json(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             content = original(cls, json_file)
         except (json.JSONDecodeError, UnicodeDecodeError):
-            raise  # transformers says so
+            raise  # transformers reports it
         except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
             read_json(json_file)
             raise ConfigError(f"{json_file} cannot be read ({error}); copy or download it again") from error
@@ -226,7 +226,7 @@ def _watch_auto(original: Callable[..., Any]) -> Callable[..., Any]:
             config = PeftConfig.from_pretrained(os.fspath(pretrained_model_name_or_path), revision=revision, **hub)
             if isinstance(config, SNNKConfig):
                 kwargs |= label_options(config, kwargs)
-                if config.modules_to_save or config.trained_within:  # the adapter's classifier comes in its place
+                if config.modules_to_save or config.trained_within:  # replaced by the adapter's classifier
                     kwargs.setdefault("ignore_mismatched_sizes", True)
         try:
             return original(cls, pretrained_model_name_or_path, *args, **kwargs)
@@ -242,7 +242,7 @@ def _watch_auto(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _check_parts(door: Door, adapter_name: str, config: SNNKConfig) -> None:
-    """Raise ConfigError if weights for an existing adapter were saved with other options, which tensors do not show."""
+    """Raise ConfigError if new weights of an adapter were saved with other options, which tensors do not reveal."""
     if door.source is None:
         return
     new = PeftConfig.from_pretrained(door.source, **door.options)
@@ -276,7 +276,7 @@ def _watch_peft(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_adapter(self: PeftModel, model_id: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
         with _through(model_id, kwargs, None) as door:
             config = self.peft_config.get(adapter_name)
-            if isinstance(config, SNNKConfig) and not door.seen:  # new weights for modules that are there
+            if isinstance(config, SNNKConfig) and not door.seen:  # new weights for existing modules
                 _check_parts(door, adapter_name, config)
                 check_loaded(config, self.get_base_model(), adapter_name, door.incoming())
             return original(self, model_id, adapter_name, *args, **kwargs)

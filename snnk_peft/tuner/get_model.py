@@ -1,4 +1,4 @@
-"""get_snnk_model: one call from a transformers model to a PeftModel with SNNK parts."""
+"""get_snnk_model: turn a transformers model into a PeftModel with SNNK parts, in one call."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def get_snnk_model(
 ) -> peft.PeftModel:
     """Put SNNK layers into a transformers model.
 
-    The same as `peft.get_peft_model(model, config, adapter_name)`; all faults are found before anything is changed.
+    The same as `peft.get_peft_model(model, config, adapter_name)`, but all faults are found before any change.
 
     Args:
         model: a transformers model of a known family (`FAMILIES.names()`), on any device, in any floating dtype.
         config: which parts, with which feature maps.
-        adapter_name: name under which the new parameters are kept.
+        adapter_name: name of the new parameters.
         revision: revision of the base model on the Hub, if it was loaded with one; written to the adapter's config, and
             loaded by AutoPeftModel. None for the config's.
 
@@ -45,8 +45,8 @@ def get_snnk_model(
     Raises:
         ConfigError: sizes or layers that do not fit the model; lists all of them.
         UnsupportedError: the model has no such part, is of an unknown family, is wrapped for data parallelism, already
-            holds adapters, is a bundle, is quantized (unless the parts are adapters and norms), compiled, or was loaded
-            inside torch.inference_mode.
+            holds adapters, is a bundle, is quantized (unless the parts are adapters and norms), is compiled, or was
+            loaded inside torch.inference_mode.
 
     Example:
         >>> from transformers import BertConfig, BertForSequenceClassification
@@ -81,20 +81,20 @@ def get_snnk_model(
         )
     refuse_patched(model)
     as_floating_point(model)
-    # PEFT writes into the config; a copy lets the caller use theirs for other models. Entries left by an earlier model
+    # PEFT writes into the config; a copy lets callers use theirs for other models. Entries left by an earlier model
     # apply to a checkpoint, not to a new adapter.
     fresh = copy.deepcopy(config)
     fresh.target_modules = fresh.trained_within = fresh.made_for = fresh.saved_embeddings = None
     fresh.base_digests = fresh.id2label = fresh.problem_type = None
     fresh.revision = revision or fresh.revision
     with warnings.catch_warnings(), as_usual(model):
-        # PEFT 0.21 asks the model by a name that transformers 5.23 deprecates: nothing that our users could change.
+        # PEFT 0.21 uses a name that transformers 5.23 deprecates, which our users cannot change.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         return peft.get_peft_model(model, fresh, adapter_name=adapter_name)
 
 
 def _instead_of(given: Any) -> str:
-    """Describe how to get a config from the object given in its place."""
+    """Describe how to get a config from the object that was given instead."""
     if isinstance(getattr(given, "config", None), SNNKConfig):
         return "SNNKConfig, such as its .config"
     if isinstance(given, Part):

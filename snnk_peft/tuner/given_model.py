@@ -1,7 +1,7 @@
-"""Models as users have them: compiled, in inference_mode, held by another object, or patched already.
+"""Models as users have them: compiled, in inference_mode, held by another object, or already patched.
 
 Calibrating and folding read modules one by one, through hooks, and write into tensors that are trained later. So a
-compiled model is used without its compiled code, and the functions of this package run outside inference_mode, in which
+compiled model is used without its compiled code, and the functions of this package run outside inference_mode, where
 no trainable tensors can be created.
 """
 
@@ -35,7 +35,7 @@ def takes_model(function: Function) -> Function:
 
     Raises:
         ConfigError, UnsupportedError: raised by the function for an object that is not a model, or only holds one.
-        UnknownOptionError: arguments that the function does not take.
+        UnknownOptionError: arguments that the function does not accept.
     """
 
     @functools.wraps(function)
@@ -47,7 +47,7 @@ def takes_model(function: Function) -> Function:
             kwargs["model"] = plain_model(kwargs["model"])
         given = args[0] if args else kwargs.get("model")
         if not _unusual(given):
-            return function(*args, **kwargs)  # nothing follows that Ctrl-C could end after the work was done
+            return function(*args, **kwargs)  # so that Ctrl-C cannot stop anything after the work is done
         with as_usual(given):
             return function(*args, **kwargs)
 
@@ -67,7 +67,7 @@ def outside_inference_mode(method: Function) -> Function:
 
 
 def is_compiled(model: Any) -> bool:
-    """Return whether a model is the wrapper made by torch.compile."""
+    """Return True if a model is a wrapper made by torch.compile."""
     return type(model).__name__ == "OptimizedModule" and isinstance(getattr(model, "_orig_mod", None), nn.Module)
 
 
@@ -75,7 +75,7 @@ def plain_model(model: Any) -> nn.Module:
     """Return the model without the wrapper of torch.compile.
 
     Raises:
-        ConfigError: no model.
+        ConfigError: not a model.
         UnsupportedError: an object that holds a model.
     """
     refuse_holders(model)
@@ -101,7 +101,7 @@ def refuse_holders(model: Any) -> None:
 
 
 def _instead_of(given: Any) -> str:
-    """Describe how to get a model from the object given in its place."""
+    """Describe how to get a model from the object that was given instead."""
     if isinstance(getattr(given, "model", None), nn.Module):
         return f", such as its .model ({in_words(given.model)})"
     if isinstance(given, (str, os.PathLike)):
@@ -115,7 +115,7 @@ def of_transformers(model: nn.Module, consequence: str) -> PreTrainedModel:
     """Return the model if it is a transformers model.
 
     Raises:
-        UnsupportedError: it is not; the message names the consequence, and the path of one that it holds.
+        UnsupportedError: it is not; the message names the consequence, and the path of one inside it.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
@@ -125,7 +125,7 @@ def of_transformers(model: nn.Module, consequence: str) -> PreTrainedModel:
 
 
 def no_adapter(model: nn.Module) -> str | None:
-    """Return why a model has no active SNNK adapter, and what to do, or None if it has one."""
+    """Return the reason why a model has no active SNNK adapter, and what to do, or None if it has one."""
     name = type(root_of(model)).__name__
     layers = [module for module in model.modules() if isinstance(module, SlotLayer)]
     if layers:
@@ -142,13 +142,13 @@ def no_adapter(model: nn.Module) -> str | None:
 
 
 def is_bundle(model: nn.Module) -> bool:
-    """Return whether a model is from `bundle`, or loaded from its folder; False for one with only a new head."""
+    """Return True if a model is from `bundle`, or loaded from its folder; False for one with only a new head."""
     plan = getattr(getattr(model, "config", None), "snnk_plan", None)
     return plan is not None and not {spec["kind"] for spec in plan["modules"].values()} <= {"identity", "pooled_head"}
 
 
 def share_choices(model_type: str, bundled: str) -> None:
-    """Let PEFT choose the modules of LoRA and similar methods for bundles as for the originals of this type."""
+    """Let PEFT choose modules for LoRA and similar methods in bundles as in the originals of this type."""
     for choices in vars(constants).values():
         if isinstance(choices, dict) and model_type in choices:
             choices.setdefault(bundled, choices[model_type])
@@ -161,7 +161,7 @@ def foreign_layers(model: nn.Module) -> list[tuple[str, BaseTunerLayer]]:
 
 
 def refuse_inference_tensors(model: nn.Module) -> None:
-    """Raise UnsupportedError for weights created inside torch.inference_mode, which cannot be written to or trained."""
+    """Raise UnsupportedError for weights created in torch.inference_mode, which cannot be written to or trained."""
     made = [name for name, value in model.named_parameters() if value.is_inference()]
     if made:
         raise UnsupportedError(
@@ -195,7 +195,7 @@ def as_usual(model: Any) -> contextlib.ExitStack:
 def refuse_prepared(model: nn.Module, parts: Iterable[Part] = ()) -> None:
     """Raise UnsupportedError for a model that is wrapped by PEFT or replicated, a bundle, or quantized.
 
-    Quantized models are only refused for `parts` that do more than call its Linears, or for none.
+    Quantized models are rejected only for `parts` that do more than call their Linears, or for none.
     """
     if isinstance(model, COPIES):
         raise UnsupportedError(
@@ -242,7 +242,7 @@ PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def is_dequantized(model: nn.Module) -> bool:
-    """Return whether a model was dequantized from a GGUF file by transformers, but is still marked as quantized."""
+    """Return True if transformers dequantized a model from a GGUF file, but it is still marked as quantized."""
     method = getattr(getattr(getattr(model, "hf_quantizer", None), "quantization_config", None), "quant_method", None)
     return str(getattr(method, "value", method)) == "gguf" and all(
         type(parameter.data) is torch.Tensor and parameter.dtype in PLAIN for parameter in model.parameters()
@@ -250,7 +250,7 @@ def is_dequantized(model: nn.Module) -> bool:
 
 
 def as_floating_point(model: Any) -> None:
-    """Remove the quantization mark from a model without quantized weights, so that it can be trained and saved."""
+    """Remove the quantization mark from a model without quantized weights, so it can be trained and saved."""
     if not is_dequantized(model):
         return
     model.is_quantized, model.hf_quantizer = False, None

@@ -1,8 +1,8 @@
 """SNNKModel: the PEFT tuner. Plans all parts, then wraps each planned module in a `SlotLayer`.
 
-Everything a PEFT user knows works on the result: several named adapters, set/disable/delete, modules_to_save,
+Everything PEFT users know works on the result: several named adapters, set/disable/delete, modules_to_save,
 adapter-only checkpoints, AutoPeftModel, Trainer. One difference: a replacing part (pooler, FFN) is initially an
-approximation and not the identity; `calibrate` makes it a good one.
+approximation, not the identity; `calibrate` makes it a good one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def plan_patches(model: nn.Module, config: SNNKConfig, filled: bool = False) -> 
     """Plan all patches of all parts, without changing the model.
 
     Raises:
-        ConfigError, UnsupportedError: every fault of every part in one error.
+        ConfigError, UnsupportedError: all faults of all parts in one error.
     """
     patches: list[Patch] = []
     taken: dict[str, list[tuple[str, Part, Patch]]] = {}
@@ -61,7 +61,7 @@ def plan_patches(model: nn.Module, config: SNNKConfig, filled: bool = False) -> 
     for name, part in config.named_parts().items():
         try:
             if hasattr(model, "config"):
-                part.check_model(model)  # says more about an architecture than that it is unknown
+                part.check_model(model)  # gives more detail than an unknown architecture
             planned = part.plan(PatchContext(model, config.seed, config.save_projection, where=name, filled=filled))
         except ConfigError as error:
             faults += error.faults
@@ -93,7 +93,7 @@ def _clash(path: str, several: list[tuple[str, Part, Patch]]) -> str | None:
 
 
 def quantized_faults(model: nn.Module, saved: list[str]) -> list[str]:
-    """List faults of modules that are trained in full, such as the task head, but have quantized weights."""
+    """List faults of modules trained in full, such as the task head, that have quantized weights."""
     by_transformers = getattr(model, "is_quantized", False)
     return [
         f"{name} is trained in full and holds quantized weights ({type(value.data).__name__}, {value.dtype}); expected "
@@ -107,7 +107,7 @@ def quantized_faults(model: nn.Module, saved: list[str]) -> list[str]:
 
 
 def build_slots(patches: list[Patch]) -> dict[str, list[Slot]]:
-    """Build the slots that the patches ask for, by path; the innermost first."""
+    """Build the slots that the patches ask for, by path, innermost first."""
     slots: dict[str, list[Slot]] = {}
     for patch in patches:
         if patch.build is not None:
@@ -130,7 +130,7 @@ class SNNKModel(BaseTuner):
         try:
             super().__init__(model, peft_config, adapter_name, *args, **kwargs)
         except BaseException:  # Ctrl-C too
-            # transformers registers the adapter before it is created.
+            # transformers registers the adapter before creating it.
             if getattr(model, "_hf_peft_config_loaded", False):
                 noted: Any = getattr(model, "peft_config", {})
                 for name in set(noted) - known:
@@ -144,7 +144,7 @@ class SNNKModel(BaseTuner):
     def _prepare_model(self, peft_config: Any, model: nn.Module) -> None:
         refuse_prepared(model, peft_config.named_parts().values())
         for part in peft_config.named_parts().values() if hasattr(model, "config") else ():
-            part.check_model(model)  # says more about an architecture than that its modules are elsewhere
+            part.check_model(model)  # gives more detail than that modules are elsewhere
         family = known_family(model)
         sizes = measurements(model, family)
         check_measurements(peft_config, sizes)
@@ -158,7 +158,7 @@ class SNNKModel(BaseTuner):
         copied += sorted(within & {*(saved or ()), *(peft_config.trained_within or ())})
         head = None if family is None or family.classifier is None else family.path(model, family.classifier)
         if head is not None and head in (peft_config.target_modules or ()) and head not in {*places, *copied}:
-            copied.append(head)  # a loaded config, written after `head` was taken out of modules_to_save
+            copied.append(head)  # a loaded config, written after `head` was removed from modules_to_save
         saved = [name for name in saved or () if name not in copied] or None
         others = cast(dict[str, SNNKConfig], {k: v for k, v in self.peft_config.items() if k != self._adding})
         held = {*(saved or ()), *(target for one in others.values() for target in one.modules_to_save or ())}
@@ -166,7 +166,7 @@ class SNNKModel(BaseTuner):
         faults += [fault for one in others for fault in name_faults(one, saved or ())]
         if faults := faults + clashes(model, places | set(copied), saved):
             raise ConfigError(faults)
-        # Everything is built, and compared with the checkpoint, before the first module is changed.
+        # Build everything, and compare it with the checkpoint, before changing the first module.
         door = open_door()
         incoming = None if door is None else door.incoming()
         if incoming is not None:
@@ -186,7 +186,7 @@ class SNNKModel(BaseTuner):
             peft_config.base_digests = base
         self._slots = slots
         peft_config.target_modules = tuple(sorted(slots))
-        # An empty list stays one: null would mean the classifier when the adapter is loaded.
+        # Keep an empty list: null would mean the classifier when the adapter is loaded.
         peft_config.modules_to_save = [] if saved is None and peft_config.modules_to_save is not None else saved
         peft_config.trained_within = sorted(within & set(copied)) or None
         peft_config.made_for = sizes
@@ -203,7 +203,7 @@ class SNNKModel(BaseTuner):
         low_cpu_mem_usage: bool = False,
         state_dict: dict[str, torch.Tensor] | None = None,
     ) -> None:
-        """Inject an adapter as PEFT does, also inside a layer that an earlier adapter wrapped, which PEFT skips."""
+        """Inject an adapter as PEFT does, but also inside layers wrapped by an earlier adapter, which PEFT skips."""
         if torch.is_inference_mode_enabled() and not self.peft_config[adapter_name].inference_mode:
             raise ConfigError(
                 "an adapter is made inside torch.inference_mode(), where nothing is made that can be trained; leave "
@@ -220,7 +220,7 @@ class SNNKModel(BaseTuner):
             parent, _, name = path.rpartition(".")
             places = model.get_submodule(path), name, model.get_submodule(parent)
             self._create_and_replace(self.peft_config[adapter_name], adapter_name, *places, current_key=path)
-        # As PEFT does, except for parameters whose path happens to contain the new adapter's name.
+        # As in PEFT, except for parameters whose path happens to contain the new adapter's name.
         for parameter, requires_grad in trained:
             parameter.requires_grad = requires_grad
         warn_if_nothing_is_trained(cast(SNNKConfig, self.peft_config[adapter_name]), model, adapter_name)
@@ -239,7 +239,7 @@ class SNNKModel(BaseTuner):
 
     @contextlib.contextmanager
     def _enable_peft_forward_hooks(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """Handle `adapter_names`, an adapter for each row, in forward and generate; PEFT's hook for it."""
+        """Handle `adapter_names`, an adapter per row, in forward and generate; PEFT's hook for it."""
         names = kwargs.get("adapter_names")
         if names is None:
             yield
@@ -284,7 +284,7 @@ class SNNKModel(BaseTuner):
 
     def _unload_and_optionally_merge(self, *args: Any, **kwargs: Any) -> Any:
         model: Any = super()._unload_and_optionally_merge(*args, **kwargs)
-        for module in list(model.modules()):  # PEFT does not look inside the layers that it takes out
+        for module in list(model.modules()):  # PEFT does not look inside the layers that it removes
             for name, child in list(module.named_children()):
                 if isinstance(child, SlotLayer):
                     setattr(module, name, unwrap(child))
@@ -297,7 +297,7 @@ class SNNKModel(BaseTuner):
         setattr(parent, child_name, new_module)
 
     def delete_adapter(self, adapter_name: str) -> None:
-        """Remove an adapter; if it was in use, the first of the remaining ones is used everywhere."""
+        """Remove an adapter; if it was in use, use the first remaining one everywhere."""
         was_active = adapter_name in self.active_adapters
         super().delete_adapter(adapter_name)
         if was_active and self.peft_config:
@@ -317,7 +317,7 @@ class SNNKModel(BaseTuner):
         state_dict: dict[str, torch.Tensor],
         unwanted_adapter_names: list[str],
     ) -> dict[str, torch.Tensor]:
-        # PEFT continues with this same dict, for modules_to_save and embeddings.
+        # PEFT goes on to use this dict for modules_to_save and embeddings.
         put_back(model, adapter_name, state_dict, unwanted_adapter_names)
         note_labels(config, model)
         return {key: value for key, value in state_dict.items() if f".snnk_slots.{adapter_name}." in key}
@@ -339,7 +339,7 @@ def module_names(model: nn.Module) -> set[str]:
 def modules_to_save(
     config: SNNKConfig, model: nn.Module, family: ModelFamily | None, extra: list[str]
 ) -> list[str] | None:
-    """Return the modules to train and save in full: the config's list or the task head, and those that parts add."""
+    """Return the modules to train and save in full: the config's list or the task head, and those added by parts."""
     classifier, output = (None, None) if family is None else (family.classifier, family.head_output)
     inside = output is not None and any(part.holds_head for part in config.named_parts().values())
     if config.modules_to_save is None:
@@ -347,15 +347,15 @@ def modules_to_save(
         path = None if head is None or family is None else family.path(model, head)
         present = path in module_names(model) and not isinstance(model.get_submodule(str(path)), nn.Identity)
         names = [path] if present and path is not None else []
-        # A head of another task (token classes, answers) is as new as the family's own; names are the same everywhere.
+        # The head of another task (token classes, answers) is as new as the family's own; names do not differ.
         own = {name for name, part in model.named_children() if not isinstance(part, nn.Identity)} - {classifier}
-        if family is None or classifier is not None:  # None: the family says that no head is trained along
+        if family is None or classifier is not None:  # None: the family trains no head along
             names += [name for name in HEADS if name in own and name not in names]
     else:
         names = list(config.modules_to_save)
         if classifier in names and hasattr(model, HEAD):  # PEFT adds the classifier for its task type SEQ_CLS
             names = list(dict.fromkeys(HEAD if name == classifier else name for name in names))
         if output is not None and inside and classifier in names:
-            # The head holds the replaced pooler; only its last layer can be saved in full beside it.
+            # The head holds the replaced pooler; only its last layer can also be saved in full.
             names = [output if name == classifier else name for name in names]
     return names + [path for path in extra if path not in names] or None

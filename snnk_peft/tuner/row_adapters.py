@@ -1,7 +1,7 @@
-"""Rows of one batch with different adapters: `model(x, adapter_names=["a", "b", "__base__"])`.
+"""Different adapters for the rows of a batch: `model(x, adapter_names=["a", "b", "__base__"])`.
 
-Row i is the model's output with its named adapter alone, or without any for "__base__". Every module that adapters
-change processes its rows adapter by adapter; all others process the whole batch.
+Row i is the model's output with only its named adapter, or with none for "__base__". Modules changed by adapters
+process their rows adapter by adapter; all others process the whole batch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class RowAdapters:
     """Assignment of the rows of a batch to adapters, during one call of the model.
 
     Attributes:
-        widths: adapter -> length of its rows, if the previous module made them different (the features of an adapter
-            beside the FFN); shorter rows are padded with zeros.
+        widths: adapter -> length of its rows, if the previous module made them different (features of an adapter
+            parallel to the FFN); shorter rows are padded with zeros.
     """
 
     def __init__(self, names: Sequence[str]):
@@ -75,9 +75,9 @@ class RowAdapters:
 
 
 class _SavedInFull:
-    """Forward hook of a module that adapters save in full, which sends the rows of each through its copy.
+    """Forward hook of a module that adapters save in full: sends the rows of each adapter through its copy.
 
-    PEFT's own implementation supports three kinds of modules, and only adapters that all have a copy.
+    PEFT's own implementation supports three kinds of modules, and requires that all adapters have a copy.
     """
 
     def __init__(self, rows: RowAdapters):
@@ -138,7 +138,7 @@ def rows_through(model: nn.Module, names: Any, configs: Mapping[str, Any], rows:
 
 
 def refuse_rows(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-    """Refuse `adapter_names`; a forward pre-hook of models with adapters added by transformers, which ignores them.
+    """Reject `adapter_names`; a forward pre-hook of models with adapters added by transformers, which ignores them.
 
     Raises:
         UnsupportedError: names are given.

@@ -1,11 +1,11 @@
-"""Save adapters: the whole folder or nothing, with the config tied to the weights; and the names they can have.
+"""Save adapters: the whole folder or nothing, with the config tied to the weights; and check their names.
 
 PEFT writes weights, config and card one after the other into the folder itself; transformers writes the config first.
 The model inside a PeftModel would write its wrapped modules under names unknown to transformers, so its
 `save_pretrained` is replaced.
 
-A name becomes part of module keys (`….snnk_slots.NAME.0.…`) and the folder to which `save_pretrained` writes the
-adapter. PEFT removes the tensors of all *other* adapters from a state dict by their names, wherever these occur in a
+A name becomes part of module keys (`….snnk_slots.NAME.0.…`) and of the folder that `save_pretrained` writes the
+adapter to. PEFT removes the tensors of all *other* adapters from a state dict by name, wherever the name occurs in a
 key: with adapters called "0" or "output" it loses most of every other one. They are put back here (`put_back`), so any
 such name works.
 """
@@ -35,19 +35,19 @@ from snnk_peft.stamps import stamp_together
 CARD = "README.md"
 # Names that occur in the keys of every patched model, or in `model(..., adapter_names=[...])`.
 RESERVED = ("snnk_slots", "modules_to_save", "base_layer", "original_module", "__base__")
-FOLDER_BYTES = 255  # the longest name of a folder that common file systems take
+FOLDER_BYTES = 255  # the longest folder name that common file systems accept
 
 
 @contextlib.contextmanager
 def saved_adapters(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Provide a folder in a context to save adapters to, also in subfolders; on exit they are moved to `folder`.
+    """Provide a folder in a context to save adapters to, also in subfolders; on exit, move them to `folder`.
 
     Raises:
         ConfigError: the folder cannot be written to; existing files are unchanged.
     """
     target = Path(folder)
     with written_whole(target) as staged:
-        for card in [target / CARD, *target.glob(f"*/{CARD}")]:  # those that users have edited stay
+        for card in [target / CARD, *target.glob(f"*/{CARD}")]:  # cards edited by users are kept
             if card.is_file():
                 (copy := staged / card.relative_to(target)).parent.mkdir(exist_ok=True)
                 shutil.copyfile(card, copy)
@@ -58,7 +58,7 @@ def saved_adapters(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def watch_saving() -> None:
-    """Make `PeftModel.save_pretrained` write SNNK adapters atomically, with cards that the Hub accepts; once."""
+    """Patch `PeftModel.save_pretrained`, once, to write SNNK adapters atomically, with cards that the Hub accepts."""
     PeftModel.create_or_update_model_card = _keeping_cards(PeftModel.create_or_update_model_card)  # type: ignore[method-assign]
     PeftModel.save_pretrained = _saving_whole(PeftModel.save_pretrained)  # type: ignore[method-assign]
 
@@ -110,7 +110,7 @@ class PatchedSave:
         self.model = model
 
     def __call__(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Save an adapter of transformers as the model's own method does.
+        """Save an adapter added by transformers as the model's own method does.
 
         Raises:
             ConfigError: the adapter belongs to a PeftModel.
@@ -144,7 +144,7 @@ def name_faults(name: object, saved: Collection[str] = ()) -> list[str]:
     """List the faults of an adapter's name.
 
     Args:
-        name: as given.
+        name: the name.
         saved: the modules that some adapter saves in full (`modules_to_save`). PEFT matches these by the end of their
             path, and would match its own copies of them under such a name.
     """
@@ -152,7 +152,7 @@ def name_faults(name: object, saved: Collection[str] = ()) -> list[str]:
     if not isinstance(name, str) or not name:
         return [f"the adapter's name is {name!r}; expected text that is not empty"]
     faults = []
-    # transformers treats keys as regular expressions; only these of their characters do harm.
+    # transformers treats keys as regular expressions; only these special characters do harm.
     if wrong := sorted({sign for sign in name if sign in "./\\()" or not sign.isprintable()}):
         signs = ", ".join(map(repr, wrong))
         faults.append(f"adapter name {name!r} holds {signs}, and has to be a module's and a folder's name; {remedy}")
@@ -171,7 +171,7 @@ def name_faults(name: object, saved: Collection[str] = ()) -> list[str]:
 
 
 def put_back(model: nn.Module, adapter_name: str, state: dict[str, torch.Tensor], others: Collection[str]) -> None:
-    """Add to `state`, in place, the tensors that PEFT took for those of other adapters.
+    """Add to `state`, in place, the tensors that PEFT mistook for those of other adapters.
 
     Args:
         model: the patched model.
@@ -180,8 +180,8 @@ def put_back(model: nn.Module, adapter_name: str, state: dict[str, torch.Tensor]
         others: names of the other adapters.
 
     Raises:
-        ConfigError: `state` is not the model's own (gathered from several processes, averaged), so that missing tensors
-            cannot be identified.
+        ConfigError: `state` is not the model's own (gathered from several processes, or averaged), so that missing
+            tensors cannot be identified.
     """
     names = (name for name, _ in itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers()))
     taken = [n for n in names if n not in state and any(f".{one}." in f"{n}." for one in others)]
@@ -199,7 +199,7 @@ def put_back(model: nn.Module, adapter_name: str, state: dict[str, torch.Tensor]
 
 
 def _belongs(name: str, adapter_name: str, others: Collection[str]) -> bool:
-    """Return whether a tensor is this adapter's, or of the base model, which may be saved with it."""
+    """Return True for a tensor of this adapter, or of the base model, which may be saved with it."""
     for holder in (".snnk_slots.", ".modules_to_save."):
         if holder in name:
             return name.partition(holder)[2].partition(".")[0] == adapter_name

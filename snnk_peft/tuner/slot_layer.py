@@ -1,8 +1,8 @@
-"""SlotLayer, the only module that PEFT sees: it wraps an original module and holds its slots per adapter name.
+"""SlotLayer, the only module that PEFT sees: wraps an original module and holds its slots per adapter name.
 
 All adapter bookkeeping is here and in `model.py`; the slots themselves (layers/slots.py) never see a name. A module may
 exist but never be called (ALBERT's `dropout`), or not for this task; a slot there has no effect and gets no gradient.
-So the first forward pass with an adapter in use is checked, and only that one.
+So the first forward pass with an adapter in use, and only that one, is checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHOWN = 4  # places named in a warning
 
 
 class SlotLayer(nn.Module, BaseTunerLayer):
-    """Original module with SNNK slots around it or in its place.
+    """An original module with SNNK slots around it or in its place.
 
     Args:
         base_layer: the original module; kept, and used when adapters are disabled.
@@ -37,7 +37,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
     Attributes:
         snnk_slots: adapter name -> the slots of that adapter here, innermost first.
         was_called: whether a forward pass has reached this module (outside compiled code).
-        rows: the `RowAdapters` of the current call, if it names an adapter for each row.
+        rows: the `RowAdapters` of the current call, if it names an adapter per row.
         held_back: slots that are temporarily disabled, while `calibrate` runs the original.
     """
 
@@ -68,7 +68,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
             return getattr(inside, name)
 
     def add_slot(self, adapter_name: str, slot: Slot) -> None:
-        """Add `slot` around the slots that `adapter_name` already has here."""
+        """Add `slot` around the existing slots of `adapter_name`."""
         if adapter_name not in self.snnk_slots:
             self.snnk_slots[adapter_name] = nn.ModuleList()
         self.slots_of(adapter_name).append(slot)
@@ -77,7 +77,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         return cast(nn.ModuleList, self.snnk_slots[adapter_name])
 
     def active_slots(self) -> list[Slot]:
-        """The slots in use, innermost first: the one that replaces, then the others in order of activation.
+        """Return the slots in use, innermost first: the replacing one, then the others in order of activation.
 
         Raises:
             ConfigError: two active adapters replace the same module.
@@ -85,7 +85,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         if self.disable_adapters:
             return []
         slots: list[Slot] = []
-        held: Any = self._modules["snnk_slots"]  # a step of training comes here often: not by __getattr__
+        held: Any = self._modules["snnk_slots"]  # hot in training, so not by __getattr__
         for name in self.active_adapters:
             if name in held:
                 slots += held[name]
@@ -98,7 +98,7 @@ class SlotLayer(nn.Module, BaseTunerLayer):
                 f"active adapters {list(self.active_adapters)} replace the same {type(self.base_layer).__name__}; "
                 "activate one of them with set_adapter(name)"
             )
-        # A replacement never calls the module it wraps, so it has to be the innermost.
+        # A replacement never calls the module it wraps, so it must be innermost.
         return sorted(slots, key=lambda slot: not slot.replaces)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,10 +122,10 @@ class SlotLayer(nn.Module, BaseTunerLayer):
         return (None, None) if first is None else (first.device, first.dtype)
 
     def move_to(self, adapter_name: str, device: torch.device | None, dtype: torch.dtype | None) -> None:
-        """Move one adapter's tensors. Parameters take `dtype`; frozen matrices stay in fp32.
+        """Move one adapter's tensors. Parameters get `dtype`; frozen matrices stay in fp32.
 
         Args:
-            adapter_name: the adapter; one without slots here is ignored.
+            adapter_name: the adapter; ignored if it has no slots here.
             device: the new device; None for no change.
             dtype: the new dtype of parameters; None for no change.
         """

@@ -38,8 +38,8 @@ BATCH = 100
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add the options of model and data."""
     options.add_argument("--model", type=Path, required=True, help="folder of the classifier and its image processor")
-    options.add_argument("--data", required=True, help="CIFAR-10 in any layout that the task reads")
-    options.add_argument("--pictures", type=int, default=1000, help="unlabelled training pictures (default 1000)")
+    options.add_argument("--data", required=True, help="CIFAR-10 in any layout that the task can read")
+    options.add_argument("--pictures", type=int, default=1000, help="unlabelled training images (default 1000)")
     options.add_argument("--test-pictures", type=int, help="evaluate on this many, drawn at random (default: all)")
 
 
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> None:
             "speed-up": ratio(taken["teacher"], taken[name]),
             "ms per 32 pictures": 1000 * statistics.median(taken[name]),
             "conversion seconds": seconds[name],
-            # Rows of a bundle are buffers.
+            # The rows of a bundle are buffers.
             "parameters": sum(t.numel() for t in model.state_dict().values() if t.is_floating_point()),
         }
         for name, model in models.items()

@@ -57,13 +57,13 @@ from snnk_cli.lock import hold
 from snnk_cli.plots import make_axes, store
 from snnk_peft import export
 
-CHECKED = 10  # every so many batches are given to `export`
+CHECKED = 10  # one in this many batches is passed to `export`
 TOLD = ("speed-up", "agreement", "distance", "score", "seconds")
 WAYS = ("original", "ffn", "ffn+", "plan", "attention", "svd", "fisher", "modegpt", "distilled")
 
 
 def int8_of(model: nn.Module, batches: Sequence[Batch], folder: str) -> ExportedFile:
-    """Export with int8 Linears, and load."""
+    """Export with int8 Linears, and load the file."""
     file = Path(folder) / "model.onnx"
     export(model, "onnx", file, batches=[model_inputs(batch) for batch in batches[::CHECKED]], int8=True)
     return ExportedFile(file)
@@ -72,12 +72,12 @@ def int8_of(model: nn.Module, batches: Sequence[Batch], folder: str) -> Exported
 def measured(
     name: str, make: Make, seed: int, one: FineTuned, rounded: ExportedFile, known: Mapping[str, Any], given: Any
 ) -> list[dict[str, Any]]:
-    """The rows of one point, in fp32 and in int8.
+    """Return the rows of one point, in fp32 and in int8.
 
     Args:
         name, make, seed: of the point.
         one, rounded: the original, and its file with int8 Linears.
-        known: the row of this file; empty while that is measured.
+        known: the row of this file; empty while it is being measured.
         given: the options.
     """
     batches = one.batches(given.sentences, seed)
@@ -104,7 +104,7 @@ def measured(
 
 
 def means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row per point, over the seeds: means, and the least agreement."""
+    """Return a row per point, over the seeds: means, and the least agreement."""
     keys = dict.fromkeys((row["point"], row["as"]) for row in rows)
     quickest = min(row["original ms"] for row in rows)
     table = []
@@ -119,9 +119,9 @@ def means(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def at_equal_speed(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """For each point of a plan, what every other way keeps at that speed or above, in fp32 or int8, whichever is more.
+    """Return, for each point of a plan, the best agreement of every other method at that speed or above.
 
-    Linear between two sizes, and None above the fastest.
+    The better of fp32 and int8, interpolated linearly between two sizes; None above the fastest.
     """
     lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for row in table:
@@ -139,7 +139,7 @@ def at_equal_speed(table: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(table: Sequence[Mapping[str, Any]], shape: str, file: Path) -> None:
-    """Agreement over latency: a colour per way, full lines in fp32, dashed ones in int8."""
+    """Plot agreement over latency: one colour per method, solid lines for fp32, dashed ones for int8."""
     figure, axes = make_axes(size=(9, 6))
     for number, name in enumerate(WAYS):
         for kind, style in (("fp32", "o-"), ("int8", "s--")):
@@ -156,10 +156,10 @@ def draw(table: Sequence[Mapping[str, Any]], shape: str, file: Path) -> None:
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add the options of model, data and points."""
     finetuned.add_options(options)
-    options.add_argument("--shapes", nargs="+", default=["32x64"], help="that are timed, the first for plan")
+    options.add_argument("--shapes", nargs="+", default=["32x64"], help="shapes to time, the first for plan")
     options.add_argument("--seeds", type=int, default=3, help="draws of the examples (default 3)")
-    options.add_argument("--only", nargs="+", default=[], help='points or ways, such as "plan 2x" or svd')
-    options.add_argument("--again", action="store_true", help="measure these anew")
+    options.add_argument("--only", nargs="+", default=[], help='points or methods, such as "plan 2x" or svd')
+    options.add_argument("--again", action="store_true", help="measure these again")
     options.set_defaults(output=None)
 
 
@@ -171,13 +171,13 @@ def fault(arguments: argparse.Namespace) -> str | None:
 
 
 def chosen(only: Sequence[str]) -> list[str]:
-    """The points of these names or ways, behind the original; all for none."""
+    """Return the points of these names or methods, after the original; all if none are given."""
     wanted = {"original", *only}
     return [name for name in points("", float) if not only or name in wanted or name.split()[0] in wanted]
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure what is missing, and write after each point."""
+    """Measure missing points, and write after each one."""
     output, names = arguments.output or RESULTS / "convert_curve" / f"{arguments.task}.json", chosen(arguments.only)
     hold(output)
     kept = ("task", "max_length", "batch_size", "score_at_most", "sentences", "shapes")
@@ -222,7 +222,7 @@ def earlier(output: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the rows that an earlier run measured.
 
     Raises:
-        SystemExit: of another model, or otherwise.
+        SystemExit: they are of another model, or were measured with other settings.
     """
     if not output.exists():
         return []

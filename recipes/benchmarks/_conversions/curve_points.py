@@ -16,16 +16,16 @@ from snnk_peft import AttentionPart, FFNPart, LowRankPart, SNNKConfig, bundle, c
 
 Make = Callable[[nn.Module, Sequence[Batch], int], nn.Module]
 FEATURES = (256, 128)
-LONG = 600  # steps of a recovery that takes as long as it needs
-CENTROIDS, BESIDE = 64, 192  # of each head, and features of the FFNs where attention is linear
+LONG = 600  # steps of a long recovery
+CENTROIDS, BESIDE = 64, 192  # centroids per head, and FFN features if attention is linear
 BUDGETS = ("1.5x", "2x", "2.5x", "3x")
 SHARES = (0.8, 0.55, 0.42)  # heads alone cost .351
 LAYERS = (4, 3, 2)
-REFERENCE = "plan 2x"  # which gives distillation its seconds
+REFERENCE = "plan 2x"  # its seconds are the time limit of distillation
 
 
 def converted(teacher: nn.Module, batches: Sequence[Batch], seed: int, **how: Any) -> nn.Module:
-    """By `convert`, without labels."""
+    """Convert with `convert`, without labels."""
     model: nn.Module = convert(
         teacher, [model_inputs(batch) for batch in batches], seed=seed, progress=False, **how
     ).model
@@ -33,23 +33,23 @@ def converted(teacher: nn.Module, batches: Sequence[Batch], seed: int, **how: An
 
 
 def ffn(teacher: nn.Module, batches: Sequence[Batch], seed: int, count: int, **how: Any) -> nn.Module:
-    """All FFNs over so many features."""
+    """Convert all FFNs, with `count` features."""
     return converted(teacher, batches, seed, budget=None, parts=[FFNPart(num_features=count)], **how)
 
 
 def planned(teacher: nn.Module, batches: Sequence[Batch], seed: int, budget: str, shape: str) -> nn.Module:
-    """For a budget of the latency that is timed."""
+    """Convert for a budget of the timed latency."""
     return converted(teacher, batches, seed, budget=budget, inputs=timed(teacher, shape))
 
 
 def linear(teacher: nn.Module, batches: Sequence[Batch], seed: int, count: int) -> nn.Module:
-    """Attention over centroids in all layers, and all FFNs over fewer features."""
+    """Convert attention in all layers, with `count` centroids, and all FFNs, with fewer features."""
     parts = [AttentionPart("mixture", "centroids", num_features=count), FFNPart(num_features=BESIDE)]
     return converted(teacher, batches, seed, budget=None, parts=parts)
 
 
 def svd(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module:
-    """FFN matrices of the rank whose two factors cost the share, best for their real inputs."""
+    """Factorise FFN matrices, optimally for their real inputs, at the rank whose two factors cost `share`."""
     config: Any = teacher.config
     dim, units = config.hidden_size, config.intermediate_size
     rank = max(1, round(Cost.of(config).unit_share(share) * dim * units / (dim + units)))
@@ -60,7 +60,7 @@ def svd(teacher: nn.Module, batches: Sequence[Batch], share: float) -> nn.Module
 
 
 def points(shape: str, seconds: Callable[[int], float]) -> dict[str, Make]:
-    """All ways and sizes, by name; with what is timed, and the `seconds` that the reference took, for a seed."""
+    """Return all methods and sizes by name, for a timed shape and the `seconds` that the reference took for a seed."""
 
     def shared(teacher: nn.Module, batches: Sequence[Batch], seed: int, how: Any, share: float) -> nn.Module:
         made: nn.Module = how(teacher, batches, share)

@@ -44,9 +44,9 @@ from snnk_peft.converting.int8 import bytes_of, exported, runner
 from snnk_peft.converting.opened import opened
 from snnk_peft.tasks.texts import drawn
 
-Model = Callable[..., Mapping[str, Any]]  # of torch, or the program of a file
+Model = Callable[..., Mapping[str, Any]]  # a torch model, or the program in a file
 TIMED = "32x64"
-SHORTEST = 20  # characters of a text: rows of SST-2 are phrases, many of a word or two
+SHORTEST = 20  # characters of a text: rows of SST-2 are phrases, many of one or two words
 BATCH = 64
 TOLD = ("cosine", "least cosine", "spearman", "recall", "found", "speed-up", f"ms per {TIMED} tokens", "bytes")
 
@@ -55,11 +55,11 @@ class Judged(NamedTuple):
     """The texts and scores that vectors are evaluated on.
 
     Args:
-        pairs: the sentences of STS-B, first ones before second ones.
-        scores: of the pairs.
-        corpus: texts among which is searched.
-        queries: their places in the corpus.
-        duplicates: the place of each query's duplicate.
+        pairs: the sentences of STS-B, all first ones before the second ones.
+        scores: scores of the pairs.
+        corpus: texts to search.
+        queries: indices of the queries in the corpus.
+        duplicates: index of each query's duplicate.
     """
 
     pairs: list[str]
@@ -92,7 +92,7 @@ def judged(data: str, queries: int, corpus: int) -> Judged:
 
 
 def unlabelled(data: str, on: Judged) -> list[str]:
-    """The sentences of the training sets of STS-B, QQP, MNLI and SST-2, none of which is judged on."""
+    """Return the training sentences of STS-B, QQP, MNLI and SST-2 that are not used for evaluation."""
     texts, known = [], {*on.pairs, *on.corpus}
     for name in ("stsb", "qqp", "mnli", "sst2"):
         rows = TASKS[name].load(data, splits=["train"])["train"]
@@ -104,7 +104,7 @@ def unlabelled(data: str, on: Judged) -> list[str]:
 
 @torch.no_grad()
 def vectors(model: Model, door: Opened, texts: Sequence[str]) -> Tensor:
-    """Unit vectors, one per text."""
+    """Compute unit vectors, one per text."""
     answers, order = Answers(door.model, door.pooling), sorted(range(len(texts)), key=lambda index: len(texts[index]))
     found: Any = None
     for start in range(0, len(order), BATCH):
@@ -119,14 +119,14 @@ def vectors(model: Model, door: Opened, texts: Sequence[str]) -> Tensor:
 
 
 def near(rows: Tensor, queries: Sequence[int]) -> Tensor:
-    """Places of the ten nearest others of each query."""
+    """Return the indices of each query's ten nearest neighbours."""
     alike = rows[queries] @ rows.T
     alike[torch.arange(len(queries)), queries] = -torch.inf
     return alike.topk(min(NEIGHBOURS, len(rows) - 1)).indices
 
 
 def figures_of(given: Sequence[Tensor], on: Judged, original: Sequence[Tensor]) -> dict[str, float]:
-    """Evaluate the vectors of the pairs and of the corpus beside the original's."""
+    """Evaluate the vectors of pairs and corpus against the original's."""
     pairs, corpus = given
     half = len(on.scores)
     alike = (pairs[:half] * pairs[half:]).sum(-1)
@@ -141,7 +141,7 @@ def figures_of(given: Sequence[Tensor], on: Judged, original: Sequence[Tensor]) 
 
 
 def measured(name: str, model: Model, door: Opened, on: Judged, original: Any, rounded: Model, repetitions: int) -> Any:
-    """The figures of a model; a speed-up of int8 is over that of the original, `rounded`, whose own stands beside."""
+    """Return the figures of a model; an int8 speed-up is relative to `rounded`, whose own is also given."""
     speeds = Speeds({ORIGINAL: door.model, ROUNDED: rounded, name: model}, timed(door.model, TIMED), repetitions)
     speeds.add_round()
     given = original if model is door.model else [vectors(model, door, each) for each in (on.pairs, on.corpus)]
@@ -155,7 +155,7 @@ def measured(name: str, model: Model, door: Opened, on: Judged, original: Any, r
 
 
 def means(measured: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A row per model, over the seeds; speeds are those of the machine's quickest passes."""
+    """Return a row per model, over the seeds; speeds are those of the machine's fastest passes."""
     by_model: dict[str, list[Mapping[str, Any]]] = {}
     for row in measured:
         by_model.setdefault(row["model"], []).append(row)
@@ -172,7 +172,7 @@ def means(measured: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
-    """Cosine, Spearman and recall over the speed-up; models in torch and in int8 apart."""
+    """Plot cosine, Spearman and recall over the speed-up, separately for models in torch and in int8."""
     figure, panels = make_axes(1, 3, size=(13, 4))
     for panel, column in zip(panels, ("cosine", "spearman", "recall"), strict=True):
         for int8, label in ((False, "torch"), (True, "ONNX, int8")):
@@ -189,13 +189,13 @@ def draw(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add the options of model and data."""
     options.add_argument("--model", type=Path, required=True, help="folder of the sentence encoder")
-    options.add_argument("--data", required=True, help="folder with STS-B, QQP, MNLI and SST-2 of GLUE")
-    options.add_argument("--sentences", type=int, default=60_000, help="unlabelled, of each seed (default 60000)")
-    options.add_argument("--budgets", nargs="*", default=["2x"], help="of convert (default 2x)")
+    options.add_argument("--data", required=True, help="folder with GLUE's STS-B, QQP, MNLI and SST-2")
+    options.add_argument("--sentences", type=int, default=60_000, help="unlabelled sentences per seed (default 60000)")
+    options.add_argument("--budgets", nargs="*", default=["2x"], help="budgets of convert (default 2x)")
     options.add_argument("--seeds", type=int, default=3, help="draws of the sentences (default 3)")
-    options.add_argument("--steps", type=int, default=2400, help="of the recovery (default 2400)")
-    options.add_argument("--queries", type=int, default=500, help="questions that are searched with (default 500)")
-    options.add_argument("--corpus", type=int, default=5000, help="texts among which is searched (default 5000)")
+    options.add_argument("--steps", type=int, default=2400, help="steps of recovery (default 2400)")
+    options.add_argument("--queries", type=int, default=500, help="questions to search with (default 500)")
+    options.add_argument("--corpus", type=int, default=5000, help="texts to search (default 5000)")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -216,7 +216,7 @@ def run(arguments: argparse.Namespace) -> None:
     }
     known = read_json(arguments.output) if arguments.output.exists() else {}
     known = known if known.get("settings") == settings else {}
-    # Rows of earlier versions lack the speed of the original in int8, and are measured again.
+    # Rows of earlier versions lack the speed of the original in int8, so they are measured again.
     rows = {(row["model"], row["seed"]): row for row in known.get("measured", []) if "of rounded" in row}
     made = known.get("conversions", [])
     original = [vectors(door.model, door, each) for each in (on.pairs, on.corpus)]
@@ -255,5 +255,5 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _encoder(model: Any) -> Any:
-    """The transformers model of a SentenceTransformer, or the model itself."""
+    """Return the transformers model of a SentenceTransformer, or the model itself."""
     return model if hasattr(model, "bundle_report") else model[0].model

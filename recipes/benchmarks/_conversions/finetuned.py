@@ -1,4 +1,4 @@
-"""A fine-tuned model on its task: batches to calibrate on, and how much of its answers another model keeps."""
+"""A fine-tuned model on its task: batches to calibrate on, and the share of its answers that another model keeps."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from snnk_cli.teacher import load_teacher
 from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.tasks.texts import batches_by_length
 
-SHORTEST = 40  # characters: most rows of SST-2's training set are pieces of sentences, and no user's texts are
+SHORTEST = 40  # characters: most training rows of SST-2 are sentence fragments, unlike any user's texts
 COLUMNS = ("sentence1", "sentence2")
 Batch = dict[str, torch.Tensor]
 
 
 class FineTuned:
-    """A classifier or regressor of texts, in eval mode and float32, and the data of its task.
+    """A text classifier or regressor, in eval mode and float32, with the data of its task.
 
     Args:
         task: name of the task.
         model: folder of the model and its tokenizer.
         data: folder of the task's files.
         max_length: tokens of an example.
-        batch_size: of all batches.
-        score_at_most: examples that are scored; None for all.
+        batch_size: examples per batch.
+        score_at_most: maximum number of scored examples; None for all.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class FineTuned:
         self.expected = self.logits(self.teacher)
 
     def examples(self, rows: Any) -> Any:
-        """Tokenised rows."""
+        """Tokenise rows."""
         return modality_of(self.task).examples(rows, self.reader, self.section, self.task)
 
     def batches(self, count: int, seed: int) -> list[Batch]:
-        """So many training examples with labels, drawn by the seed; of similar length together."""
+        """Draw `count` training examples with labels, batched by similar length."""
         index = np.random.default_rng(seed).permutation(len(self.train))[:count].tolist()
         examples = self.examples(self.train.select(index))
         lengths = examples.lengths
@@ -67,8 +67,10 @@ class FineTuned:
         return {name: both for name, both in found.items() if both is not None}
 
     def figures(self, model: nn.Module) -> dict[str, float]:
-        """`score`, of the task; `agreement`, the share of the original's answers that are kept, of numbers their
-        correlation with the original's; `distance` to these in nats, of numbers the error over the variance.
+        """Return the task's `score`, and `agreement` and `distance` between these answers and the original's.
+
+        Agreement is the share of answers kept (for numbers, the correlation), and the distance is in nats (for
+        numbers, the error over the variance).
         """
         given, comparison = self.logits(model), Comparison(Answers(self.teacher))
         for name, (logits, _) in given.items():
@@ -85,17 +87,17 @@ class FineTuned:
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add the arguments of `FineTuned`."""
     texts = [name for name in TASKS.names() if TASKS[name].modality == "text"]
-    options.add_argument("--task", default="sst2", choices=texts, metavar="TASK", help="of texts (default sst2)")
+    options.add_argument("--task", default="sst2", choices=texts, metavar="TASK", help="text task (default sst2)")
     options.add_argument("--model", type=Path, required=True, help="folder of the fine-tuned model")
-    options.add_argument("--data", required=True, help="folder that holds the task's files")
-    options.add_argument("--max-length", type=int, default=64, help="tokens of an example (default 64)")
-    options.add_argument("--batch-size", type=int, default=64, help="of all batches (default 64)")
-    options.add_argument("--score-at-most", type=int, help="examples that are scored (default all)")
-    options.add_argument("--sentences", type=int, default=2500, help="training examples of a draw (default 2500)")
+    options.add_argument("--data", required=True, help="folder of the task's files")
+    options.add_argument("--max-length", type=int, default=64, help="tokens per example (default 64)")
+    options.add_argument("--batch-size", type=int, default=64, help="examples per batch (default 64)")
+    options.add_argument("--score-at-most", type=int, help="maximum number of scored examples (default all)")
+    options.add_argument("--sentences", type=int, default=2500, help="training examples per draw (default 2500)")
 
 
 def timed(model: Any, shape: str) -> Batch:
-    """Random tokens of a shape such as "32x64"."""
+    """Draw random tokens of a shape such as "32x64"."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, tuple(map(int, shape.split("x"))), generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}

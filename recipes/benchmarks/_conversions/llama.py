@@ -50,7 +50,7 @@ WAYS = ("original", "window", "by attention", "converted")
 
 
 def reviews(archive: Path, split: str, tokenizer: Any, tokens: int) -> Tensor:
-    """The first so many tokens of the reviews of "train" or "test", one after the other: (tokens,)."""
+    """Return the first `tokens` tokens of the concatenated reviews of "train" or "test", (tokens,)."""
     found: list[int] = []
     with tarfile.open(archive) as opened:
         for member in opened:
@@ -69,13 +69,13 @@ def reviews(archive: Path, split: str, tokenizer: Any, tokens: int) -> Tensor:
 
 @torch.inference_mode()
 def perplexity(model: Any, ids: Tensor, length: int) -> float:
-    """Compute the perplexity of text cut into pieces of `length` tokens."""
+    """Compute the perplexity of a text cut into pieces of `length` tokens."""
     losses = [model(input_ids=row[None], labels=row[None], use_cache=False).loss.item() for row in ids.split(length)]
     return math.exp(statistics.fmean(losses))
 
 
 def by_attention(model: Any, batches: list[dict[str, Tensor]], count: int) -> list[list[int]]:
-    """The key heads that attend most from a passage that comes back to what followed each token the first time."""
+    """Return the key heads that attend most from a repeated passage to what followed each token the first time."""
     stream = torch.cat([batch["input_ids"][0] for batch in batches])
     heads: Any = 0
     shown = copy.deepcopy(model)
@@ -93,34 +93,34 @@ def by_attention(model: Any, batches: list[dict[str, Tensor]], count: int) -> li
 
 
 def windowed(model: Any, width: int) -> Any:
-    """Near keys and sinks alone."""
+    """Return the model with attention to near keys and sinks alone."""
     near = {"near_field": width, "near_field_normalisation": "joint", "sinks": SINKS}
     part = AttentionPart("posrf", "orf", num_features=1, **near)
     patched: Any = get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=part, modules_to_save=[]))
     with torch.no_grad():
         for name, factor in patched.named_parameters():
             if name.endswith("joint.factor"):
-                factor[..., -1] = -1e4  # the logarithm of what the far field counts
+                factor[..., -1] = -1e4  # the log weight of the far field
     return bundle(patched).eval()
 
 
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add the options of model, texts and tests."""
     options.add_argument("--model", type=Path, required=True, help="folder of the model and its tokenizer")
-    options.add_argument("--data", type=Path, required=True, help="archive of IMDb, aclImdb_v1.tar.gz or as .tar.xz")
-    options.add_argument("--documents", type=Path, nargs="+", required=True, help="long texts, to judge on")
-    options.add_argument("--cache", type=float, nargs="+", default=[0.1, 0.05], help="shares (default 0.1 0.05)")
-    options.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which (default all)")
-    options.add_argument("--fitted", type=int, default=2048, help="tokens of a text to calibrate on (default 2048)")
-    options.add_argument("--texts", type=int, default=10, help="texts to calibrate on (default 10)")
-    options.add_argument("--longest", type=int, default=8192, help="tokens of a text that is judged (default 8192)")
-    options.add_argument("--between", type=int, nargs="+", default=[640, 2048], help="tokens before a passage returns")
+    options.add_argument("--data", type=Path, required=True, help="IMDb archive, aclImdb_v1.tar.gz or .tar.xz")
+    options.add_argument("--documents", type=Path, nargs="+", required=True, help="long texts to evaluate on")
+    options.add_argument("--cache", type=float, nargs="+", default=[0.1, 0.05], help="shares kept (default 0.1 0.05)")
+    options.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="methods to measure (default all)")
+    options.add_argument("--fitted", type=int, default=2048, help="tokens per calibration text (default 2048)")
+    options.add_argument("--texts", type=int, default=10, help="calibration texts (default 10)")
+    options.add_argument("--longest", type=int, default=8192, help="tokens per evaluation text (default 8192)")
+    options.add_argument("--between", type=int, nargs="+", default=[640, 2048], help="tokens before a passage recurs")
     options.add_argument("--passkeys", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="tokens of the texts")
     options.add_argument("--seeds", type=int, default=1, help="draws of the calibration texts (default 1)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and write after each model; what is there of the same settings is not measured again."""
+    """Measure and write after each model; skip existing rows with the same settings."""
     names = ("fitted", "texts", "longest", "between", "passkeys")
     settings = {"model": arguments.model.name, "documents": [file.name for file in arguments.documents]}
     settings |= {name: getattr(arguments, name) for name in names}
@@ -154,7 +154,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def made(way: str, model: Any, batches: list[dict[str, Tensor]], share: float, seed: int, longest: int) -> Any:
-    """The model in one of `WAYS`, with a share of the cache of texts of `longest` tokens."""
+    """Convert the model by one of `WAYS`, for a share of the cache of texts of `longest` tokens."""
     if way == "original":
         return model
     if way == "window":

@@ -26,12 +26,12 @@ from _conversions.uptraining import add_uptraining, all_but_embedding, bf16, upt
 from snnk_peft import NarrowFFNPart, SNNKConfig, bundle, calibrate, get_snnk_model
 from snnk_peft.solvers.narrow import RULES
 
-ROWS = 2  # of a batch
-HELD_OUT = 0.1  # of the sequences: every one counts where a thousand units are fitted
+ROWS = 2  # per batch
+HELD_OUT = 0.1  # share of the sequences: fitting a thousand units needs every one
 
 
 def row(name: str, model: Any, pieces: torch.Tensor, seconds: float, original: float | None) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     found = perplexity(model, pieces.flatten(), pieces.shape[1])
     return {
         "model": name,
@@ -45,14 +45,14 @@ def row(name: str, model: Any, pieces: torch.Tensor, seconds: float, original: f
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add the options of model, texts and sizes."""
     options.add_argument("--model", type=Path, required=True, help="folder of the model and its tokenizer")
-    options.add_argument("--data", type=Path, required=True, help="archive of IMDb, aclImdb_v1.tar.gz or as .tar.xz")
-    options.add_argument("--units", type=int, default=1152, help="hidden units that stay in each layer (default 1152)")
-    options.add_argument("--rules", nargs="+", default=["greedy"], choices=RULES, help="how they are chosen")
-    options.add_argument("--steps", type=int, default=0, help="of Adam per layer behind the closed form (default 0)")
-    options.add_argument("--tokens", type=int, default=16384, help="to calibrate on (default 16384)")
-    options.add_argument("--length", type=int, default=512, help="of a sequence (default 512)")
+    options.add_argument("--data", type=Path, required=True, help="IMDb archive, aclImdb_v1.tar.gz or .tar.xz")
+    options.add_argument("--units", type=int, default=1152, help="hidden units to keep per layer (default 1152)")
+    options.add_argument("--rules", nargs="+", default=["greedy"], choices=RULES, help="rules for choosing the units")
+    options.add_argument("--steps", type=int, default=0, help="Adam steps per layer after the closed form (default 0)")
+    options.add_argument("--tokens", type=int, default=16384, help="calibration tokens (default 16384)")
+    options.add_argument("--length", type=int, default=512, help="tokens per sequence (default 512)")
     add_uptraining(options, steps=0)
-    options.add_argument("--test-tokens", type=int, default=8192, help="of other reviews (default 8192)")
+    options.add_argument("--test-tokens", type=int, default=8192, help="tokens of test reviews (default 8192)")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -30,14 +30,14 @@ from snnk_peft.tasks.base import IGNORED
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add the options of models and texts."""
     options.add_argument("--runs", type=Path, nargs="+", required=True, help="run folders of train_copy.py")
-    options.add_argument("--cache", type=float, nargs="+", default=[0.25], help="shares (default 0.25)")
-    options.add_argument("--texts", type=int, default=20, help="texts to calibrate on (default 20)")
-    options.add_argument("--judged", type=int, default=50, help="texts that are judged (default 50)")
+    options.add_argument("--cache", type=float, nargs="+", default=[0.25], help="shares kept (default 0.25)")
+    options.add_argument("--texts", type=int, default=20, help="calibration texts (default 20)")
+    options.add_argument("--judged", type=int, default=50, help="evaluation texts (default 50)")
     options.add_argument("--seeds", type=int, default=3, help="draws of the calibration texts (default 3)")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure, and write after each model."""
+    """Measure and write after each model."""
     rows: list[dict[str, Any]] = []
     settings = {name: getattr(arguments, name) for name in ("cache", "texts", "judged")}
     for folder in arguments.runs:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def recalled(read: Read, test: Any, count: int) -> dict[str, float]:
-    """The shares of right tokens, and the bytes of the cache."""
+    """Return the shares of correct tokens, and the bytes of the cache."""
     right, far = [], []
     for index in range(count):
         batch = test.batch([index])

@@ -41,12 +41,12 @@ SHAPES: dict[str, Callable[[], Any]] = {
     "vit-base": ViTConfig,
     "roberta-large": lambda: RobertaConfig(**LARGE, max_position_embeddings=514),
 }
-ROWS, SHORTEST, LONGEST = 32, 8, 40  # of a batch of texts
+ROWS, SHORTEST, LONGEST = 32, 8, 40  # rows of a text batch, and their lengths
 IMAGE_ROWS = 8
 
 
 def batches_of(config: Any, texts: int, images: int) -> list[dict[str, torch.Tensor]]:
-    """Random inputs, texts of similar length together."""
+    """Draw random inputs, with texts of similar length together."""
     generator = torch.Generator().manual_seed(0)
     if isinstance(config, ViTConfig):
         shape = IMAGE_ROWS, config.num_channels, config.image_size, config.image_size
@@ -62,7 +62,7 @@ def batches_of(config: Any, texts: int, images: int) -> list[dict[str, torch.Ten
 def prepared(
     shape: str, budget: str | None, texts: int, images: int, recover: float | None, threads: int, told: Path
 ) -> Callable[[], None]:
-    """Make model and batches; what is returned is measured. No budget: the forward passes alone."""
+    """Build model and batches; return the function to measure, which without a budget runs only forward passes."""
     logging.disable_progress_bar()
     torch.set_num_threads(threads)
     torch.manual_seed(0)
@@ -92,11 +92,11 @@ def prepared(
 
 def add_options(options: argparse.ArgumentParser) -> None:
     """Add the options of shapes and data."""
-    options.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="which (default all)")
-    options.add_argument("--budget", default="2x", help="of latency (default 2x)")
-    options.add_argument("--texts", type=int, default=2500, help="that are given (default 2500)")
-    options.add_argument("--images", type=int, default=320, help="that are given (default 320)")
-    options.add_argument("--recover", type=float, help="seconds of steps (default that of convert)")
+    options.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="models (default all)")
+    options.add_argument("--budget", default="2x", help="latency budget (default 2x)")
+    options.add_argument("--texts", type=int, default=2500, help="number of texts (default 2500)")
+    options.add_argument("--images", type=int, default=320, help="number of images (default 320)")
+    options.add_argument("--recover", type=float, help="seconds of recovery (default: that of convert)")
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
-"""Speed-ups over the original, for models that are timed in turn.
+"""Speed-ups over the original, for models timed in turn.
 
-The fastest passes count. But other tenants of a machine may slow int8, and not fp32, for a minute at a time. So a model
-in int8 is compared, pass by pass, with the original in int8, whose own speed-up is measured once.
+The fastest passes count. But other tenants of a machine may slow int8, and not fp32, for a minute at a time. So an int8
+model is compared, pass by pass, with the original in int8, whose own speed-up is measured once.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ ORIGINAL, ROUNDED = "original", "original int8"
 
 
 class Speeds:
-    """Seconds of forward passes, in as many rounds as are asked for.
+    """Seconds of forward passes, in as many rounds as requested.
 
     Args:
-        models: functions of model inputs by name, among them ORIGINAL and ROUNDED, in eval mode.
-        inputs: what they are timed on.
-        repetitions: passes of a round.
+        models: functions of model inputs by name, including ORIGINAL and ROUNDED, in eval mode.
+        inputs: the inputs to time them on.
+        repetitions: passes per round.
     """
 
     def __init__(self, models: Mapping[str, Callable[..., Any]], inputs: Batch, repetitions: int):
@@ -34,16 +34,16 @@ class Speeds:
 
     @torch.inference_mode()
     def add_round(self) -> None:
-        """Time each a few times more."""
+        """Time each model for one more round."""
         for name, more in alternate(self.runs, self.repetitions).items():
             self.seconds[name] += more
 
     def original(self) -> float:
-        """Return the seconds of the original in its quickest pass."""
+        """Return the seconds of the original's fastest pass."""
         return min(self.seconds[ORIGINAL])
 
     def speed_up(self, name: str, of_rounded: float | None = None) -> float:
-        """Return how many times as fast as the original a model is; for one in int8 give that of ROUNDED."""
+        """Return the speed-up of a model over the original; for one in int8, pass that of ROUNDED."""
         if of_rounded is None:
             return self.original() / min(self.seconds[name])
         return of_rounded * ratio(self.seconds[ROUNDED], self.seconds[name])

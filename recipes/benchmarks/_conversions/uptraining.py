@@ -1,4 +1,4 @@
-"""A short training of a converted language model after its calibration, on texts and without labels."""
+"""A short training of a converted language model after calibration, on unlabelled texts."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ from snnk_peft.solvers.descent import falling_adam
 
 
 def add_uptraining(options: argparse.ArgumentParser, steps: int) -> None:
-    """The options of a conversion with uptraining."""
+    """Add the options of a conversion with uptraining."""
     options.add_argument("--uptraining", type=int, default=steps, help=f"steps on further texts (default {steps})")
-    options.add_argument("--learning-rate", type=float, default=4e-4, help="of the first of them (default 4e-4)")
-    options.add_argument("--autocast", action="store_true", help="matrix products in bf16, for processors that have it")
+    options.add_argument("--learning-rate", type=float, default=4e-4, help="of the first of these steps (default 4e-4)")
+    options.add_argument("--autocast", action="store_true", help="matrix products in bf16, if the CPU supports it")
 
 
 def bf16(wanted: bool) -> contextlib.AbstractContextManager[object]:
-    """Matrix products in bf16, if that is wanted."""
+    """Run matrix products in bf16 in a context, if wanted."""
     return torch.autocast("cpu", torch.bfloat16) if wanted else contextlib.nullcontext()
 
 
 def all_but_embedding(model: Any) -> list[Tensor]:
-    """Return the trained parameters of a language model; the embedding was not converted, and a tied output reads
-    it."""
+    """Return the parameters of a language model to train.
+
+    The embedding is left out: it was not converted, and a tied output reads it.
+    """
     embedded = model.get_input_embeddings().weight
     return [parameter for parameter in model.parameters() if parameter is not embedded]
 
 
 def next_token_divergence(teacher: Any, student: Any, ids: Tensor) -> Tensor:
-    """KL(p ‖ p') of the original's next-token distributions p and the student's p' in nats, the mean over tokens.
+    """Compute KL(p ‖ p') of the original's next-token distributions p and the student's p', mean over tokens, in nats.
 
     Args:
         teacher: the original.
@@ -51,14 +53,14 @@ def next_token_divergence(teacher: Any, student: Any, ids: Tensor) -> Tensor:
 def uptrain(
     teacher: Any, student: Any, trained: Sequence[Tensor], batches: Sequence[Tensor], learning_rate: float
 ) -> None:
-    """One step of Adam on the divergence per batch; the learning rate falls linearly to zero.
+    """Run one step of Adam on the divergence per batch; the learning rate falls linearly to zero.
 
     Args:
         teacher: the original.
-        student: what is trained, in place.
-        trained: parameters of the student.
+        student: the model to train, in place.
+        trained: parameters of the student to train.
         batches: token ids, (rows, length) each.
-        learning_rate: of the first step.
+        learning_rate: learning rate of the first step.
 
     Raises:
         NumericalError: the divergence is no longer finite.

@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Multiply-adds of all heads and units."""
+        """The multiply-adds of all heads and units."""
         return self.layers * (self.heads * self.head + self.units * self.unit)
 
     def unit_share(self, share: float) -> float:
@@ -133,7 +133,7 @@ def behind_ffn(layer: Any, state: State, hidden: Tensor | None = None) -> State:
 
 def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     """Create a plain fp32 Linear from these tensors."""
-    made = nn.Linear(1, 1, device="meta")  # not of size 0, which torch warns about
+    made = nn.Linear(1, 1, device="meta")  # not size 0, which torch warns about
     made.out_features, made.in_features = weight.shape
     made.weight = nn.Parameter(weight.detach().float().clone(memory_format=torch.contiguous_format))
     made.bias = nn.Parameter(bias.detach().float().clone())
@@ -141,14 +141,14 @@ def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def keep_units(layer: Any, units: Tensor, contraction: Tensor | None = None) -> None:
-    """Keep only these hidden units of the FFN; `contraction` (dim, kept) is the new second matrix, if it changes."""
+    """Keep only these hidden units of the FFN; `contraction` (dim, kept) is the new second matrix, if changed."""
     expansion, out = layer.intermediate.dense, layer.output.dense
     layer.intermediate.dense = linear(expansion.weight[units], expansion.bias[units])
     layer.output.dense = linear(out.weight[:, units] if contraction is None else contraction, out.bias)
 
 
 class NoHeads(nn.Module):
-    """Attention that has lost all its heads, so that only the bias of its output projection is left."""
+    """Attention without heads, of which only the bias of the output projection is left."""
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """Map (..., dim) to (..., 0)."""

@@ -32,15 +32,15 @@ def distil(
     size: int = 32,
     clock: Callable[[], float] = time.perf_counter,
 ) -> nn.Module:
-    """Return a copy of `teacher` with `layers` of its layers, distilled within `seconds` in all.
+    """Return a copy of `teacher` with `layers` of its layers, distilled within `seconds` in total.
 
     Args:
         teacher: a classifier.
         batches: batches, whose labels are not read; split into batches of `size` and shuffled in every epoch.
         layers: number of layers to keep, including the first.
-        seconds: time limit from the start of this call; at least one step is made.
+        seconds: time limit from the start of this call; at least one step is run.
         seed: seed of the order.
-        rate: the highest learning rate.
+        rate: peak learning rate.
         size: sentences per step.
         clock: returns the current time in seconds.
     """
@@ -81,7 +81,7 @@ def _train(
         batches: batches, which are split for `loss`.
         loss: computes the loss of a batch.
         seconds: time limit.
-        start: time of the start on the clock.
+        start: clock time of the start.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=rate, weight_decay=1e-4)

@@ -94,7 +94,7 @@ def mask_gradients(model: nn.Module, batches: Sequence[Batch]) -> Iterator[Masks
     try:
         for batch in batches:
             logits = model(**model_inputs(batch)).logits
-            # The examples do not see each other: each mask row gets the gradient of its own example.
+            # Examples are independent, so each mask row gets the gradient of its own example.
             loss = nn.functional.cross_entropy(logits, batch["labels"], reduction="sum")
             flat = torch.autograd.grad(loss, [made[module] for pair in pairs for module in pair])
             yield Masks(torch.stack(flat[::2], 1), torch.stack(flat[1::2], 1))
@@ -117,13 +117,13 @@ def fisher_blocks(model: nn.Module, batches: Sequence[Batch]) -> Masks:
 
 
 def search(importance: Masks, head: int, unit: int, budget: int) -> Masks:
-    """Return boolean masks of what to keep: the least sum of pruned importance, within `budget`.
+    """Return boolean masks of what to keep, with the least sum of pruned importance within `budget`.
 
     Args:
         importance: E g² of each head and unit.
         head: cost of one head.
         unit: cost of one unit.
-        budget: largest cost of what is kept.
+        budget: maximum cost of what is kept.
     """
     ranked = [each.flatten().double().sort(descending=True) for each in importance]
     kept = [torch.cat((torch.zeros(1).double(), each.values.cumsum(0))) for each in ranked]
@@ -138,7 +138,7 @@ def search(importance: Masks, head: int, unit: int, budget: int) -> Masks:
 
 
 def rearrange(block: Tensor, kept: Tensor) -> Tensor:
-    """Make one round of swaps: bring back each pruned one, and prune the one that then costs least.
+    """Run one round of swaps: restore each pruned one, and prune the one that then costs least.
 
     Args:
         block: E g gᵀ of a sublayer, (n, n).
@@ -157,7 +157,7 @@ def rearrange(block: Tensor, kept: Tensor) -> Tensor:
 
 @torch.no_grad()
 def tune(model: nn.Module, teacher: nn.Module, batches: Sequence[Batch]) -> int:
-    """Scale the columns of the output matrices for what is kept; returns the number of tuned sublayers."""
+    """Scale the columns of the output matrices for what is kept; return the number of tuned sublayers."""
     states, targets = entering(model, batches), entering(teacher, batches)
     tuned, going = 0, True
     for layer, original in zip(encoder_layers(model), encoder_layers(teacher), strict=True):
@@ -203,7 +203,7 @@ def normal_equations(values: Tensor, weight: Tensor, target: Tensor, groups: int
         target: b, (tokens, dim).
         groups: number of entries of m, each for equally many columns.
     """
-    # Σ_t (w_i v_ti)·(w_j v_tj) = (VᵀV)_ij (WᵀW)_ij, so the long matrix A is never formed.
+    # Σ_t (w_i v_ti)·(w_j v_tj) = (VᵀV)_ij (WᵀW)_ij, so the tall matrix A is never formed.
     gram = (values.T @ values).double() * (weight.T @ weight).double()
     cross = (values * (target @ weight)).double().sum(0)
     size = values.shape[1] // groups

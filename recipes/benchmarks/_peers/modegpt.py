@@ -92,7 +92,7 @@ def allocate(influences: Tensor, mean: float, temperature: float) -> Tensor:
     result = weight * len(weight) * mean
     while (result > most + 1e-12).any():
         free &= result <= most
-        # What layers at the limit cannot remove is taken from the others, in the same proportions.
+        # What layers at the limit cannot remove is removed from the others, in the same proportions.
         left = mean * len(weight) - most * float((~free).sum())
         result = torch.where(free, weight / weight[free].sum() * left, torch.full_like(weight, most))
     return result

@@ -31,13 +31,13 @@ from snnk_cli.tables import mean_and_error
 TITLE = "Learning the Transformer Kernel"
 LEARNERS = ("posrf_gmm", "posrf_fastfood_learned", "posrf_generative")
 TASKS = ("mrpc", "rte", "cola", "stsb")
-# A pretraining that reduces the loss of guessing by frequency by less than this share has learned little to which
-# attention could have contributed.
+# A pretraining that improves on the loss of guessing by frequency by less than this share has learned little that
+# attention could have contributed to.
 USEFUL = 0.1
 
 
 def long_range(task: str, printed: float, *pages: str) -> Callable[[Store], Measured]:
-    """Compare learned Fastfood with a random matrix, over PosRF, on every page that has both."""
+    """Compare learned Fastfood with a random matrix, for PosRF, on every page that has both."""
 
     def measure(store: Store) -> Measured:
         return on_pages(store, task, pages, "posrf_fastfood_learned", "posrf_orf", printed)
@@ -46,7 +46,7 @@ def long_range(task: str, printed: float, *pages: str) -> Callable[[Store], Meas
 
 
 def beside_softmax(store: Store) -> Measured:
-    """Compare learned kernels with softmax: difference of scores, mean over tasks, per seed of fine-tuning."""
+    """Compare learned kernels with softmax: score difference, mean over tasks, per fine-tuning seed."""
     there = [name for name in LEARNERS if all(name in store.methods("kernels", task) for task in TASKS)]
     if not there:
         raise NotMeasuredError("model_cards/kernels: a learned kernel on all tasks")
@@ -63,7 +63,7 @@ def beside_softmax(store: Store) -> Measured:
 
 
 def _steps(store: Store, method: str, level: float = 0.9) -> dict[str, dict[int, int]]:
-    """Return task -> seed -> steps to that accuracy, or all steps if a run never reached it."""
+    """Return task -> seed -> steps to this accuracy, or all steps if a run never reached it."""
     found = {}
     for task in ("sparsity_10", "sparsity_90"):
         reports = store.reports("sparsity", task, method)
@@ -72,7 +72,7 @@ def _steps(store: Store, method: str, level: float = 0.9) -> dict[str, dict[int,
 
 
 def _slower(store: Store, method: str) -> list[float]:
-    """Return by how many percent more steps are needed with 90 % relevant pairs than with 10 %, per seed."""
+    """Return the percentage of extra steps needed with 90 % relevant pairs compared with 10 %, per seed."""
     sparse, dense = _steps(store, method).values()
     found = [100 * (dense[seed] / sparse[seed] - 1) for seed in sparse if seed in dense]
     if not found:
@@ -81,7 +81,7 @@ def _slower(store: Store, method: str) -> list[float]:
 
 
 def positive_with_sparsity(store: Store) -> Measured:
-    """Measure positive features over a mixture, together with exact attention, which estimates nothing."""
+    """Measure positive features over a mixture, and exact attention, which estimates nothing."""
     found = gain(_slower(store, "posrf_gmm"), unit="% steps", form="+.0f")
     with contextlib.suppress(NotMeasuredError):
         beside = in_words(_slower(store, "softmax"), "%", "+.0f")
@@ -112,7 +112,7 @@ def eigenvalues(store: Store) -> Measured:
 
 
 def voting(store: Store) -> Measured:
-    """Compute the accuracy gain of the majority of fresh draws over one draw, in percent of that; for both mixtures."""
+    """Compute the accuracy gain of a majority vote of fresh draws over one draw, in percent; for both mixtures."""
     split, task = "evaluation.draws.splits.test.", "sparsity_50"
     parts = []
     for name in store.methods("draws", task):

@@ -33,7 +33,7 @@ def with_near_field(task: str, width: int) -> Callable[[Store], Measured]:
 
 
 def further_ranks(task: str) -> Callable[[Store], Measured]:
-    """Compare three maps with one, alone and with each near field; nothing can be gained where one is always right."""
+    """Compare three maps with one, alone and with each near field; no gain is possible if one is always right."""
 
     def measure(store: Store) -> Measured:
         parts = []

@@ -13,7 +13,7 @@ TASK = "cifar10"
 
 
 def compared(start: str, least: float) -> Callable[[Store], Measured]:
-    """Measure a claim that pages/lowrank.py compares, found by the start of its name there."""
+    """Measure a claim that pages/lowrank.py compares, looked up there by the start of its name."""
 
     def measure(store: Store) -> Measured:
         row = {name: list(store.reports("lowrank", TASK, name).values()) for name in store.methods("lowrank", TASK)}

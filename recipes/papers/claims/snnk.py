@@ -30,7 +30,7 @@ GLUE = ("rte", "mrpc", "stsb", "cola", "sst2")
 
 
 def pointwise(store: Store) -> Measured:
-    """Compare errors with the root law in the number of projections; the printed deviations are of another kind."""
+    """Compare errors with the root law in the number of projections; the printed deviations are a different kind."""
     rows = [row for row in store.figures("papers/programs/results/pointwise")["rows"] if "urf" in row["layer"]]
     few, many = rows[0], rows[-1]
     factor = (many["projections"] / few["projections"]) ** 0.5
@@ -49,10 +49,10 @@ def beside(
     Args:
         store: the stored reports.
         page: folder below model_cards/.
-        rows: description, task, a method and the one that it is compared with.
+        rows: description, task, a method, and the method to compare it with.
         key: the figure to compare.
         margin: margin in `unit`.
-        unit: unit of the figure; points are percent.
+        unit: unit of the figure; points are percentages.
     """
     if not rows:
         raise NotMeasuredError(f"model_cards/{page}")
@@ -90,7 +90,7 @@ def two_bodies(store: Store) -> Measured:
 
 
 def mnist(store: Store) -> Measured:
-    """Judge whether SNNK is better than the dense network, or as good."""
+    """Judge whether SNNK is better than, or as good as, the dense network."""
     values = store.differences("snnk", "mnist", "snnk_32", "dense", "score", 100).values()
     better = gain(values)
     if better.verdict == HOLDS:
@@ -99,7 +99,7 @@ def mnist(store: Store) -> Measured:
 
 
 def tables_of_numbers(store: Store) -> Measured:
-    """Compare the three-layer networks on UCI's tables."""
+    """Compare the three-layer networks on the UCI tables."""
     return beside(store, "snnk", [(task, task, "snnk_32", "dense") for task in ("covertype", "higgs")])
 
 
@@ -135,7 +135,7 @@ def bottlenecks(store: Store) -> Measured:
 
 
 def poolers(store: Store, better: str, worse: str, least: float) -> Measured:
-    """Compare F1 on MRPC of two poolers; not testable while both hardly beat a constant answer."""
+    """Compare F1 on MRPC of two poolers; not testable while neither clearly beats a constant answer."""
     found = gain(store.differences("uptraining", "mrpc", better, worse, "metrics.f1", 100).values(), least)
     means = [
         statistics.mean(store.values("uptraining", "mrpc", name, "metrics.f1", 100).values())

@@ -38,7 +38,7 @@ def side_by_side(measure: Callable[[Rows], Measured]) -> Callable[[Store], Measu
 
 
 def _less(key: str, rows: Rows) -> float:
-    """Return by how many percent the best pair needs less than the previous best."""
+    """Return the percentage that the best pair saves over the previous best."""
     best, before = (rows[name.replace("_", "-")][key] for name in (BEST, BEFORE))
     return 100 * (1 - best / before)
 
@@ -93,7 +93,7 @@ def _means(store: Store, task: str, part: int) -> dict[str, dict[int, float]]:
 
 
 def _ahead(store: Store, part: int, orders: Iterable[tuple[str, str]]) -> Measured:
-    """Compare such means per seed, first minus second, with the printed ones, on tasks that all pairs ran."""
+    """Compare these means per seed, first minus second, with the printed ones, on tasks that all pairs ran."""
     tasks = [task for task in TASKS if set(PRINTED[task]) <= set(store.methods("spectraformer", task))]
     if not tasks:
         raise NotMeasuredError("model_cards/spectraformer: all pairs")
@@ -184,7 +184,7 @@ def estimates(store: Store) -> Measured:
     return Measured(ours, HOLDS if worse == 0 else FAILS if worse == len(drawn) else DIRECTION)
 
 
-FORMED = "softmax, weights formed"  # of benchmarks/attention.py
+FORMED = "softmax, weights formed"  # a name in benchmarks/attention.py
 STEP = "training step of two texts of 4,000 characters; on the GPU 32"
 EXPRESSIONS = "expressions of 50 to 250 tokens, half a CPU minute a run"
 REVIEWS = "reviews of up to 1,000 characters, six CPU minutes a run"

@@ -34,14 +34,14 @@ class ByteWindows(ExampleSet):
         return {"input_ids": ids, "labels": ids, "use_cache": False}
 
     def plan(self, batch_size: int, train: StepSettings, epoch: int) -> list[list[list[int]]]:
-        """Draw windows anywhere in the text, in as many steps as it takes to read all of it once."""
+        """Draw windows anywhere in the text, for as many steps as one pass over the text takes."""
         generator = torch.Generator().manual_seed((train.seed << 20) + epoch)
         steps = steps_per_epoch(len(self), batch_size, train.gradient_accumulation)
         shape = (steps, train.gradient_accumulation, batch_size)
         return torch.randint(len(self.text) - self.lengths[0], shape, generator=generator).tolist()
 
     def spread(self, count: int) -> list[int]:
-        """Return the starts of at most `count` windows spread evenly over the text."""
+        """Return the starts of at most `count` windows, evenly spread over the text."""
         return (torch.linspace(0, len(self) - 1, min(count, len(self))).long() * self.lengths[0]).tolist()
 
     def fingerprint(self) -> str:
@@ -52,7 +52,7 @@ def read_texts(file: str | None, width: int) -> tuple[bytes, bytes]:
     """Read a training and a test text: a file with its last tenth held out, or modules of Python's standard library.
 
     Raises:
-        ConfigError: the file cannot be read, or one of its parts has no more than `width` bytes.
+        ConfigError: the file cannot be read, or one of its parts has at most `width` bytes.
     """
     if file is None:
         train, test = ("\n".join(sentence.text for sentence in half).encode() for half in load_sentences())

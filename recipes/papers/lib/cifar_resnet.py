@@ -1,6 +1,6 @@
 """ResNets for images of 32 x 32 pixels (He et al. 2016, section 4.2): 6n + 2 layers, widths 16, 32 and 64.
 
-Where width and size change, the shortcut has no weights ("option A"): every second pixel, and zeros for new channels.
+Where width and size change, the shortcut has no weights ("option A"): every second pixel, with zeros for new channels.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def load_cifar_resnet(file: str | Path, depth: int = 20) -> CifarResNet:
     """Load a trained network from a safetensors file; the number of classes is that of its last layer.
 
     Args:
-        file: file with the names of this module (conv1, bn1, layer1.0.conv1, ..., linear).
+        file: file with the tensor names of this module (conv1, bn1, layer1.0.conv1, ..., linear).
         depth: number of layers.
 
     Raises:

@@ -1,10 +1,10 @@
-"""The copy task: a word of random symbols after a mark, twice; the second copy must be predicted. Or pieces of it.
+"""The copy task: a word of random symbols after a mark, twice; the second copy, or pieces of it, must be predicted.
 
     0 w₁ w₂ … wₙ 0 w₁ w₂ … wₙ          wᵢ uniform on 1 … symbols, 0 the mark, length 2 (n + 1)
 
 The first copy cannot be predicted, so only the second counts (Katharopoulos et al. 2020; FMMformer, Nguyen et al.
-2021). The token to copy is n tokens before the position at which it is predicted (`distance`): a band that
-is no wider does not see it. A sequence is a pure function of (seed, split, index). Shapes: ids (batch, length).
+2021). The token to copy is n tokens before the position at which it is predicted (`distance`): a band no wider than
+that cannot see it. A sequence is a pure function of (seed, split, index). Shapes: ids (batch, length).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from snnk_cli.evaluation import predict
 from snnk_peft.tasks.base import IGNORED
 
 MARK = 0
-KNOWN = 4  # tokens by which a piece is recognised
+KNOWN = 4  # tokens that identify a piece
 SPLITS = ("train", "validation", "test")
 
 
@@ -42,7 +42,7 @@ class Copies(ExampleSet):
 
     @property
     def distance(self) -> int:
-        """Number of positions from a prediction back to the token to copy."""
+        """The number of positions from a prediction back to the token to copy."""
         return self.lengths[0] // 2 - 1
 
     def word(self, index: int) -> np.ndarray:
@@ -72,11 +72,11 @@ class Copies(ExampleSet):
 
 
 class Pieces(Copies):
-    """Random symbols, then pieces of them in any order: each must be found by its first `KNOWN` tokens, not by place.
+    """Random symbols, then pieces of them in any order, each to be found by its first `KNOWN` tokens, not by position.
 
     Args:
         count, length, symbols, seed, split: as in `Copies`.
-        piece: tokens of a piece, which divide half of the length.
+        piece: tokens per piece; must divide half the length.
     """
 
     def __init__(self, count: int, length: int, symbols: int, seed: int, split: str, piece: int):
@@ -85,17 +85,17 @@ class Pieces(Copies):
 
     @property
     def distance(self) -> int:
-        """Number of positions from a prediction back to the token to copy, on average."""
+        """The mean number of positions from a prediction back to the token to copy."""
         return self.lengths[0] // 2
 
     def starts(self, index: int) -> np.ndarray:
-        """Return where the pieces begin in the first half, (length / 2 piece,)."""
+        """Return the starts of the pieces in the first half, (length / 2 piece,)."""
         half = self.lengths[0] // 2
         generator = np.random.default_rng((self.seed, SPLITS.index(self.split), index, self.piece))
         return generator.integers(0, half - self.piece + 1, half // self.piece)
 
     def row(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and labels, (length,); `IGNORED` where nothing tells which token comes."""
+        """Return tokens and labels, (length,); `IGNORED` where nothing determines the next token."""
         first = np.concatenate((self.word(index), [MARK]))
         found = [first[start : start + self.piece] for start in self.starts(index)]
         labels = [np.concatenate((np.full(KNOWN, IGNORED), piece[KNOWN:])) for piece in found]
@@ -112,7 +112,7 @@ def copy_scores(
     accelerator: Any,
     stopped: Callable[[], bool],
 ) -> dict[str, float] | None:
-    """Compute the shares of right tokens of the second copy ("score", "accuracy") and of flawless copies ("whole").
+    """Compute the shares of correct tokens in the second copy ("score", "accuracy") and of flawless copies ("whole").
 
     Each token is predicted from the true ones before it. None if `stopped` became true meanwhile.
     """

@@ -1,4 +1,4 @@
-"""EfficientNet-Lite0, the EfficientNet for small devices: no squeeze-and-excitation, relu6, stem and head not scaled.
+"""EfficientNet-Lite0, the EfficientNet for small devices: no squeeze-and-excitation, relu6, unscaled stem and head.
 
 Its weights, trained on ImageNet, come from recipes/papers/programs/convert_efficientnet_lite.py.
 """
@@ -16,7 +16,7 @@ from papers.lib.weights import fill, read_tensors
 
 SIDE, CLASSES = 224, 1000
 MEAN, STD = 127 / 255, 128 / 255  # the same for every channel
-# (blocks, kernel, stride of the first one, factor by which a block widens, channels out)
+# (blocks, kernel, stride of the first block, expansion factor, channels out)
 STAGES = (
     (1, 3, 1, 1, 16),
     (2, 3, 2, 6, 24),
@@ -32,8 +32,8 @@ STEM, HEAD = 32, 1280
 class Convolution(nn.Sequential):
     """Convolution without bias, batch norm and, with `activated`, relu6.
 
-    Padded as in TensorFlow, where it was trained: with stride 2, one pixel less on the left and on top. An odd number
-    of pixels would need one more, so sides must be multiples of 32.
+    Padded as in TensorFlow, where it was trained: with stride 2, one pixel less on the left and at the top. An odd
+    number of pixels would need one more, so sides must be multiples of 32.
     """
 
     def __init__(

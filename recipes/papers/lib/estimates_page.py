@@ -21,7 +21,7 @@ TITLES = {
 
 
 def draw(figures: dict[str, Any], file: Path) -> None:
-    """Plot divergences over the number of features; uniform attention is a level line."""
+    """Plot divergences over the number of features; uniform attention is a horizontal line."""
     rows = [each for each in figures["rows"] if each["kl"] is not None]
     shown = [each for each in rows if each["map"] in DRAWN or each["map"].startswith(CENTROIDS)]
     curves = {
@@ -40,7 +40,7 @@ def _uniform(figures: dict[str, Any]) -> dict[str, Any]:
 
 
 def beats(figures: dict[str, Any], name: str, key: str) -> str:
-    """Say from which number of features on a map is closer to softmax than uniform attention is."""
+    """Describe from which number of features a map is closer to softmax than uniform attention is."""
     level = _uniform(figures)[key]
     mine = [each for each in figures["rows"] if each["map"] == name and each[key] is not None]
     better = [each["features"] for each in mine if each[key] < level]
@@ -48,14 +48,14 @@ def beats(figures: dict[str, Any], name: str, key: str) -> str:
 
 
 def table(figures: dict[str, Any], key: str) -> tuple[list[str], list[list[str]]]:
-    """Return header and lines: a map per line, a number of features per column, and when it beats uniform attention."""
+    """Return header and lines: one map per line, one number of features per column, and when it beats uniform."""
     rows = [each for each in figures["rows"] if each["map"] != UNIFORM]
     asked = {*figures["settings"]["features"], *figures["settings"]["fitted"]}
     odd = {each["map"]: each for each in rows if each["features"] not in asked}
     sizes = sorted({each["features"] for each in rows if each["map"] not in odd})
     lines = []
     for name in dict.fromkeys(each["map"] for each in rows):
-        if name in odd:  # has a single size, shown in the first column
+        if name in odd:  # has only one size, shown in the first column
             lines.append([f"{name} ({odd[name]['features']})", _cell(odd[name], key), *[""] * (len(sizes) - 1)])
         else:
             mine = {each["features"]: each for each in rows if each["map"] == name}

@@ -1,4 +1,4 @@
-"""A bundled language model in a fresh process: its logits, samples and costs with either kind of cache."""
+"""A bundled language model in a fresh process: its logits, and samples and costs with each kind of cache."""
 
 from __future__ import annotations
 

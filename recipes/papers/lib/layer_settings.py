@@ -1,6 +1,6 @@
 """Settings of small networks whose layers become features with a readout, or low-rank layers."""
 
-# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# `option` returns a dataclasses.field, which is a valid dataclass default.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -71,6 +71,6 @@ class SineMethod:
 
 
 def layer_faults(model: SineModel, method: SineMethod) -> list[str]:
-    """List hidden layers that are named but do not exist."""
+    """List named hidden layers that do not exist."""
     absent = [index for index in method.layers or [] if not 0 <= index < model.hidden]
     return [f"method.layers names {absent}; model.hidden is {model.hidden}, expected 0 to one less"] if absent else []

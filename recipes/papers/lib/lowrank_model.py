@@ -1,4 +1,4 @@
-"""Networks for images, dense or low-rank, whose parameters in use are all trained."""
+"""Image networks, dense or low-rank, with all parameters in use trained."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def dense_model(model: LowRankModel, task: Any) -> nn.Module:
     """Return a classifier for `task` with random weights (from torch's global generator) or pretrained ones.
 
     Raises:
-        ConfigError: there is no such model, or the weights are of another one.
+        ConfigError: there is no such model, or the weights belong to another one.
     """
     depth = CIFAR_RESNETS.get(model.name_or_path)
     if depth is None:
@@ -65,7 +65,7 @@ def low_rank_model(base: nn.Module, method: LowRankMethod, seed: int, resumed: b
         base: the dense network; patched in place.
         method: the layers and their initialisation.
         seed: seed of random initialisations.
-        resumed: the factors will be read from a checkpoint, so the fastest initialisation is used.
+        resumed: the factors will be loaded from a checkpoint, so the fastest initialisation is used.
     """
     base.requires_grad_(True)
     if method.low_rank is None:
@@ -105,7 +105,7 @@ def init_errors(model: nn.Module) -> dict[str, float]:
 
 
 def rebuilt_errors(config: LowRankConfig) -> dict[str, float]:
-    """Return `init_errors` at the start of a run, from its settings alone; torch's generator is left as it was."""
+    """Return `init_errors` at the start of a run, from its settings alone; leave torch's generator unchanged."""
     with torch.random.fork_rng():
         torch.manual_seed(config.train.seed)
         base = dense_model(config.model, find_task(config))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """The settings of recipes/papers/programs/train_lowrank.py, section by section."""
 
-# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# `option` returns a dataclasses.field, which is a valid dataclass default.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CIFAR_RESNETS = {"resnet20": 20, "resnet32": 32, "resnet56": 56}
 
 @dataclass
 class LowRankModel:
-    """The network that is made low-rank."""
+    """The network to make low-rank."""
 
     name_or_path: str = option(
         "resnet20",
@@ -55,7 +55,7 @@ class LowRankMethod:
 
     @property
     def frobenius_decay(self) -> float:
-        """Strength of the Frobenius decay, 0 for none."""
+        """The strength of the Frobenius decay, 0 for none."""
         return float((self.low_rank or {}).get("frobenius_decay", 0.0))
 
     def label(self) -> str:
@@ -76,7 +76,7 @@ class LowRankMethod:
 
 @dataclass
 class LowRankTrain(TrainSection):
-    """The optimisation. The paper: SGD with momentum, linear warm-up, then a cosine to 0."""
+    """The optimisation. In the paper: SGD with momentum, linear warm-up, then a cosine to 0."""
 
     optimizer: str = option("sgd", "sgd (with momentum) or adamw", choices=("sgd", "adamw"))
     momentum: float = option(0.9, "of sgd", low=0, high=0.999)

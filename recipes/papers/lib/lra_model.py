@@ -30,7 +30,7 @@ class LongRangeClassifier(nn.Module):
         encoder: a BertModel, patched or not.
         width: width of its output.
         hidden: width of the head's hidden layer.
-        task: number of classes and of documents; its token ids end below that of the classification token.
+        task: determines the numbers of classes and documents; its token ids end below that of the classification token.
         pooling: "mean" over unpadded tokens, or "cls": a token put in front of the sequence.
         dropout: dropout on the pooled vector.
     """
@@ -102,15 +102,15 @@ def with_linear_attention(model: PreTrainedModel, method: AttentionMethod, seed:
     if snnk is None:
         return model
     patched = get_snnk_model(model, snnk)
-    patched.requires_grad_(True)  # PEFT froze what it did not add
+    patched.requires_grad_(True)  # PEFT froze everything it did not add
     return patched
 
 
 def make_sinusoidal(bert: BertModel) -> None:
-    """Replace position embeddings by sinusoids, which are not trained."""
+    """Replace position embeddings by untrained sinusoids."""
     positions = bert.embeddings.position_embeddings.weight
     with torch.no_grad():
-        # As large as learned positions at initialisation, or they would drown the words (the sinusoids' rms is 1/√2).
+        # Scaled to learned positions at initialisation, or they would drown the words (the sinusoids' rms is 1/√2).
         positions.copy_(sinusoids(*positions.shape) * (bert.config.initializer_range * math.sqrt(2)))
     positions.requires_grad_(False)
 

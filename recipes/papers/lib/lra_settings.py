@@ -3,7 +3,7 @@
 recipes/score.py shows them in its `--help`, so the package, and with it torch, is imported only where it is needed.
 """
 
-# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# `option` returns a dataclasses.field, which is a valid dataclass default.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class LongRangeConfig:
         return _sequence_faults(self.task) or faults_of(self.read_task)
 
     def read_task(self) -> tuple[SequenceTask, int]:
-        """Return the task, and how many tokens of a document are read."""
+        """Return the task, and the number of tokens to read per document."""
         from data import TASKS
 
         task = TASKS[self.task].of_length(self.data.max_length)
@@ -172,7 +172,7 @@ class LongRangeConfig:
 
 @dataclass
 class LongRangeTest:
-    """The part of a run's task that is scored."""
+    """The part of a run's task to score."""
 
     dir: str | None = option(None, "folder with the official files; null generates the data, or is that of the run")
     max_test_samples: int | None = option(None, "score a fixed random subset", low=1)

@@ -1,4 +1,4 @@
-"""A BERT of any size for masked language modelling, with softmax or linear attention, and its reuse in other tasks.
+"""A BERT of any size for masked language modelling, with softmax or linear attention, and its reuse for other tasks.
 
     loss = −mean log softmax(decoder(gelu(W h)))[piece]     over the masked pieces
 
@@ -57,7 +57,7 @@ class MaskedLanguageModel(nn.Module):
             self.plain.save_pretrained(folder)
             return
         self.model.save_pretrained(folder / ATTENTION)
-        self.model.unload().save_pretrained(folder)  # softmax again; the model is not used any more
+        self.model.unload().save_pretrained(folder)  # softmax again; the model is no longer needed
 
 
 def build_masked(sizes: MaskedModelSection, method: AttentionMethod, vocabulary: int, length: int, seed: int) -> Any:
@@ -70,7 +70,7 @@ def build_masked(sizes: MaskedModelSection, method: AttentionMethod, vocabulary:
 
 
 def with_attention(model: PreTrainedModel, folder: Path) -> Any:
-    """Return the model with the linear attention saved beside its weights, if any, all of it trained.
+    """Return the model with the linear attention saved with its weights, if any, all of it trained.
 
     Args:
         model: model loaded from `folder`, with any head.

@@ -3,7 +3,7 @@
     text -> [CLS] piece ... piece [SEP]     windows of a fixed length that do not overlap; [SEP] also ends every text
     15 % of the pieces are masked: 80 % of these by [MASK], 10 % by a random piece, 10 % by themselves (BERT)
 
-The masks of a window depend on (seed, epoch, index) alone, so that a resumed run has the same ones.
+The masks of a window depend only on (seed, epoch, index), so a resumed run has the same ones.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from snnk_peft.tasks.base import IGNORED
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 WIKITEXT = "wikitext"
-TO_MASK, TO_RANDOM = 0.8, 0.1  # shares of the masked pieces; the rest stay as they are
-_EVALUATED = 2**31 - 1  # in place of an epoch, so that evaluations always have the same masks
+TO_MASK, TO_RANDOM = 0.8, 0.1  # shares of the masked pieces; the rest are unchanged
+_EVALUATED = 2**31 - 1  # instead of an epoch, so that evaluations always use the same masks
 
 
 def read_texts(task: str, folder: str | None) -> tuple[list[str], list[str]]:
     """Return training texts and held-out texts.
 
     Raises:
-        ConfigError: files are missing or hold no text.
+        ConfigError: files are missing or contain no text.
     """
     if task != WIKITEXT:
         spec = TASKS[task]
@@ -63,12 +63,12 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, max_length: int) -> B
 
     Args:
         texts: training texts.
-        vocabulary: most pieces; all characters are included even if there are more.
-        max_length: most tokens of an example, stored in the tokenizer.
+        vocabulary: maximum number of pieces; all characters are included even if there are more.
+        max_length: maximum number of tokens per example, stored in the tokenizer.
     """
     cleaner, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
     characters = sorted({sign for text in texts for sign in cleaner.normalize_str(text) if not sign.isspace()})
-    # The trainer numbers characters in an order that differs between processes, and breaks ties by number: here their
+    # The trainer numbers characters in an order that differs between processes, and breaks ties by number, so their
     # numbers are fixed in advance.
     fixed = [*SPECIAL, *characters, *(f"##{sign}" for sign in characters)]
     counter = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -87,7 +87,7 @@ class MaskedWindows(ExampleSet):
         length: tokens per window, with [CLS] and [SEP].
         share: share of masked pieces.
         seed: seed of the masks.
-        count: most windows, spread evenly over the text; None for all.
+        count: maximum number of windows, evenly spread over the text; None for all.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class MaskedWindows(ExampleSet):
         other = torch.from_numpy(random.integers(len(SPECIAL), self._vocabulary, len(ids)))
         pieces = ids >= len(SPECIAL)
         asked = pieces & (chance < self._share)
-        if not asked.any():  # a window without a masked piece has no loss
+        if not asked.any():  # a window without masked pieces has no loss
             asked = chance == chance[pieces].min() if pieces.any() else chance == chance.min()
         given = torch.where(asked & (kind < TO_MASK), self._mask, ids)
         given = torch.where(asked & (kind >= 1 - TO_RANDOM), other, given)
@@ -124,7 +124,7 @@ class MaskedWindows(ExampleSet):
     def batch(
         self, indices: Sequence[int], device: torch.device | str = "cpu", epoch: int | None = None
     ) -> dict[str, torch.Tensor]:
-        """Return model inputs, input_ids and labels (batch, length); without an epoch, with the masks of evaluation."""
+        """Return model inputs: input_ids and labels (batch, length); without an epoch, with the evaluation masks."""
         pairs = [self.masked(index, _EVALUATED if epoch is None else epoch) for index in indices]
         ids, labels = (torch.stack(part).to(device) for part in zip(*pairs, strict=True))
         return {"input_ids": ids, "labels": labels}
@@ -136,9 +136,9 @@ class MaskedWindows(ExampleSet):
         return (self.batch(indices, device, epoch) for indices in wanted)
 
     def loss_without_context(self, held_out: MaskedWindows) -> float:
-        """Return the loss of guessing by piece frequencies in these windows on held-out ones, in nats per masked piece.
+        """Return the held-out loss of guessing by the piece frequencies of these windows, in nats per masked piece.
 
-        A model with a loss near this one does not use attention. Counts are smoothed by adding one.
+        A model with a loss near this one makes no use of attention. Counts are smoothed by adding one.
         """
         counts = torch.bincount(self.ids[self.ids >= len(SPECIAL)], minlength=self._vocabulary).double()
         counts[len(SPECIAL) :] += 1

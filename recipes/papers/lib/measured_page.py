@@ -15,12 +15,12 @@ Figures = dict[str, Any]
 
 
 def page_options(description: str | None, results: Path | None, *pictures: str) -> argparse.ArgumentParser:
-    """Create a parser with the options of all such experiments, `--output` and `--render`, to which they add their own.
+    """Create a parser with the common options `--output` and `--render`, to which each experiment adds its own.
 
     Args:
         description: the program's docstring.
         results: default output folder; None if it must be given.
-        pictures: names of the plots beside the page.
+        pictures: names of the plots next to the page.
     """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     written = ", ".join(["metrics.json", "README.md", *pictures])
@@ -30,11 +30,11 @@ def page_options(description: str | None, results: Path | None, *pictures: str) 
 
 
 def measured_page(folder: Path, again: bool, measure: Callable[[], Figures], page: Callable[[Figures], str]) -> Figures:
-    """Measure, unless only the page is wanted, and write; returns the content of metrics.json.
+    """Measure, unless only the page is wanted, and write; return the content of metrics.json.
 
     Args:
         folder: folder of metrics.json and README.md; created if missing.
-        again: render from the existing metrics.json (`--render`).
+        again: only render from the existing metrics.json (`--render`).
         measure: checks the arguments, then measures.
         page: renders the figures as Markdown.
     """

@@ -8,13 +8,13 @@ from papers.lib.lra_settings import AttentionMethod, LongRangeTrain, ModelSizes
 from snnk_cli.config import option
 from snnk_cli.settings import RunOutput
 
-FILES = ("imdb", "wikitext")  # texts that are read from official files
+FILES = ("imdb", "wikitext")  # texts read from official files
 TEXTS = ("stdlib_docs", "film_reviews", *FILES)
 
 
 @dataclass
 class MaskedData:
-    """The texts to read, and how they are masked."""
+    """The texts to read, and how to mask them."""
 
     dir: str | None = option(
         None, "folder with the official files (imdb, wikitext: wiki.{train,valid}.tokens); stdlib_docs needs none"
@@ -30,7 +30,7 @@ class MaskedData:
 class MaskedModelSection(ModelSizes):
     """The encoder, trained from scratch. The default sizes are those of Learning the Transformer Kernel, Table 8.
 
-    BERT's heads are dim / heads = 30 wide; in the paper they have 64.
+    BERT's heads are dim / heads = 30 wide; in the paper they are 64 wide.
     """
 
     dim: int = option(300, "width of the residual stream", low=1)

@@ -1,10 +1,10 @@
-"""An MLP of three layers whose second one is dense, an SNNK layer or low-rank (SNNK paper, G.1.3 and H.5).
+"""A three-layer MLP whose second layer is dense, an SNNK layer or low-rank (SNNK paper, G.1.3 and H.5).
 
     h₁ = ReLU(W₁ x + b₁)        h₂ = ReLU(W₂ h₁ + b₂)  |  A Φ(h₁) + a  |  ReLU(U Vᵀ h₁ + b₂)        logits = W₃ h₂ + b₃
 
-with dropout after h₁ and h₂. SNNK features of h₁ are random, scaled by d^−½; A is trained and later folded into W₃, so
-that classes × features parameters remain of both layers. A low-rank layer gets the largest rank with no more parameters
-than the SNNK layer has.
+with dropout after h₁ and h₂. SNNK features of h₁ are random, scaled by d^−½; A is trained and later folded into W₃,
+which leaves classes × features parameters for both layers. A low-rank layer gets the largest rank that has no more
+parameters than the SNNK layer.
 """
 
 from __future__ import annotations

@@ -5,18 +5,18 @@
 
 Choromanski et al. 2021, FAVOR+, as https://github.com/lucidrains/performer-pytorch (version 1.1.4) computes it: W has
 orthogonal blocks of rows with the lengths of Gaussian ones; c is the greatest entry of W x̂, per query, and over all
-keys of a sequence and head. Time and memory grow as the length times nb_features. Four things are particular there:
+keys of a sequence and head. Time and memory grow as the length times nb_features. Four things are peculiar to it:
 
-Rows. Its orthogonal blocks have the signs that a QR factorisation happens to give, so that row j of a block leans
-towards -e_j: its features do not estimate softmax attention without bias, as rows times random signs (or projection orf
-of this package) do. In tests/papers/test_performer_peer.py the error stops falling at about 3 %. Used unchanged.
+Rows. Its orthogonal blocks have the signs that a QR factorisation happens to give, so row j of a block leans towards
+-e_j: its features are biased estimates of softmax attention, unlike rows times random signs (or projection orf of this
+package). In tests/papers/test_performer_peer.py the error stops falling at about 3 %. Used unchanged.
 
-Masks. Its attention sets the values of padding to zero (m) but keeps the keys in the denominator and in c, so that
-padding dilutes an output; ours excludes both. Batches of similar length (train.group_by_length) have little padding.
+Masks. Its attention sets the values of padding to zero (m) but keeps the keys in the denominator and in c, so padding
+dilutes the output; ours excludes both. Batches of similar length (train.group_by_length) have little padding.
 
-Redrawing. Its Performer draws W anew after 1000 forward passes of training (`feature_redraw_interval`), in all layers,
-from torch's global generator. Its ProjectionUpdater does so here too. The count, W and the state of the generator are
-in the checkpoints, so a resumed run redraws as an uninterrupted one; evaluations neither count nor redraw.
+Redrawing. Its Performer redraws W after 1000 forward passes of training (`feature_redraw_interval`), in all layers,
+from torch's global generator. Its ProjectionUpdater does so here too. The count, W and the generator's state are in the
+checkpoints, so a resumed run redraws like an uninterrupted one; evaluations neither count nor redraw.
 
 Dropout. Weights are never formed, so model.attention_dropout has no effect, as in ours.
 """
@@ -40,7 +40,7 @@ ATTENTION, UPDATER = "performer_attention", "performer_updater"  # names of the 
 
 
 def require_performer() -> Any:
-    """Import performer_pytorch; a ConfigError if that fails. Called before any data are read."""
+    """Import performer_pytorch, before any data are read; a ConfigError if that fails."""
     try:
         import performer_pytorch
     except ImportError as error:
@@ -54,14 +54,14 @@ def require_performer() -> Any:
 def use_performer(encoder: PreTrainedModel, settings: PerformerSection, seed: int) -> None:
     """Add a FastAttention to every attention module of a fresh encoder, redrawn as that library does.
 
-    The first W of a layer is drawn from (seed, path of the layer), so that all else is initialised as for
-    other methods with the same seed.
+    The first W of a layer is drawn from (seed, path of the layer), so that everything else is initialised as for other
+    methods with the same seed.
 
     Raises:
         ConfigError: the library is not installed.
     """
     library = require_performer()
-    # Register both, or the function would silently receive no mask.
+    # Register both, or the function would silently get no mask.
     AttentionInterface.register(PERFORMER, performer_attention)
     AttentionMaskInterface.register(PERFORMER, padding_mask)
     encoder.set_attn_implementation(PERFORMER)
@@ -71,7 +71,7 @@ def use_performer(encoder: PreTrainedModel, settings: PerformerSection, seed: in
                 torch.manual_seed(site_generator(seed, path).initial_seed())
                 fast = library.FastAttention(module.attention_head_size, nb_features=settings.nb_features, causal=False)
             module.add_module(ATTENTION, fast)
-    # It needs these two; the encoder itself, which contains the updater, would make a cycle of modules.
+    # The updater needs these two; the encoder itself, which contains the updater, would make a cycle of modules.
     view = SimpleNamespace(modules=encoder.modules, parameters=encoder.parameters)
     encoder.add_module(UPDATER, library.ProjectionUpdater(view, settings.feature_redraw_interval))
     encoder.register_forward_pre_hook(_count_and_redraw)

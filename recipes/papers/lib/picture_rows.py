@@ -1,4 +1,4 @@
-"""An image as a function of its coordinates: every row of pixels is an example."""
+"""An image as a function of its coordinates: each row of pixels is an example."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PictureRows(ExampleSet):
         return hashlib.sha256(f"{tuple(self.values.shape)}".encode() + self.values.numpy().tobytes()).hexdigest()
 
     def gradient(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return central differences, (height, width, 2), and the Laplacian, their own differences, (height, width)."""
+        """Return central differences (height, width, 2), and their own differences, the Laplacian (height, width)."""
         steps = [float(axis[1] - axis[0]) for axis in self.axes]
         first = torch.gradient(self.values, spacing=steps)
         second = [torch.gradient(part, spacing=steps)[axis] for axis, part in enumerate(first)]

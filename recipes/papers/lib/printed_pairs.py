@@ -1,4 +1,4 @@
-"""Spectraformer's Table 2, as printed, and our runs of the same pairs beside it."""
+"""Spectraformer's Table 2, as printed, next to our runs of the same pairs."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ PRINTED = {
 
 
 def beside(task: str, row: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return the lines of two tables, component by matrix: accuracy and time as measured, in brackets as printed.
+    """Return the lines of two tables, component by matrix: measured accuracy and time, with printed ones in brackets.
 
     Args:
-        task: task of the runs; without a printed column the result is empty.
-        row: method -> reports; with fewer than half of the pairs the result is empty.
+        task: task of the runs; the result is empty if it has no printed column.
+        row: method -> reports; the result is empty for fewer than half of the pairs.
     """
     printed = PRINTED.get(task, {})
     pairs = [name for name in printed if name in row]

@@ -1,4 +1,4 @@
-"""Reports of finished runs: their metrics.json files are kept as the lines of one file per study."""
+"""Reports of finished runs: their metrics.json files are stored as the lines of one file per study."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _config_error(fault: str) -> Exception:
 
 
 def collect(runs: Path, study: Path, beside: str | None = None) -> int:
-    """Store the reports of finished runs, one writer at a time; returns how many were new or changed.
+    """Store the reports of finished runs, one writer at a time; return the number that were new or changed.
 
     Args:
         runs: folder of <task>/<method>/seed<k>/metrics.json, or of <task>/<method>/seed<k>.json.
@@ -105,7 +105,7 @@ def _line(run: Run, report: Report) -> str:
 
 
 def read_reports(study: Path, name: str) -> Table:
-    """Return all stored reports by task and method; `name` is that of the study which produces them."""
+    """Return all stored reports by task and method; `name` is that of the study that produces them."""
     table: defaultdict[str, defaultdict[str, list[Report]]] = defaultdict(lambda: defaultdict(list))
     for (task, method, _), report in read_runs(study).items():
         table[task][method].append(report)
@@ -148,7 +148,7 @@ def rates(study: Path) -> Rates:
 
 
 def chosen_rates(study: Path) -> dict[str, float]:
-    """Return the learning rate of every method: of those tried on all tuning tasks, the best by mean score."""
+    """Return the learning rate of every method: the best by mean score of those tried on all tuning tasks."""
     means = {
         method: {rate: statistics.mean(scores.values()) for rate, scores in tried.items()}
         for method, tried in rates(study).items()

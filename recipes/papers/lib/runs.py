@@ -1,4 +1,4 @@
-"""Loading of the models of finished runs of the papers' programs, and scoring of sequence runs."""
+"""Load models of finished runs of the papers' programs, and score sequence runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load_folder(folder: Path) -> Any:
     settings = read_yaml(folder / "config.yaml")
     if is_sequence_run(settings):
         return load_long_range(folder, load_config(LongRangeConfig, settings))
-    # The model that the run saved is self-contained, whatever was pretrained before it and where.
+    # The saved model is self-contained, whatever was pretrained before it and wherever.
     left = next((folder / name for name in ("bundle", "model") if (folder / name).is_dir()), None)
     return load_folder(left) if left else load_run(folder, load_config(FinetuneConfig, settings))[0]
 

@@ -17,7 +17,7 @@ class SequenceExamples(ExampleSet):
 
     Args:
         rows: the examples; the two documents of a pair have the same index in their lists.
-        max_length: tokens per document, longer ones are cut.
+        max_length: tokens per document; longer ones are cut.
     """
 
     def __init__(self, rows: Sequences, max_length: int):

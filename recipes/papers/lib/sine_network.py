@@ -1,11 +1,11 @@
-"""A network of sines for a function of few coordinates (SIREN, Sitzmann et al. 2020): dense, SNNK or low-rank.
+"""A sine network for a function of a few coordinates (SIREN, Sitzmann et al. 2020): dense, SNNK or low-rank.
 
     h₀ = sin(ω₀ (W₀ x + b₀)),   h_i = sin(ω₀ (W_i h_{i−1} + b_i)),   y = W h + b
 
 with W₀ uniform in ±1/inputs and all others in ±√(6/width)/ω₀, so that ω₀ W h has a standard deviation near one. In the
-SNNK form (SNNK paper, 4.2) a hidden layer is h_i = A_i Φ(h_{i−1}) + a_i with random features Φ, of which A_i and a_i
-are trained. A_i starts at the best readout for the sine layer that it replaces ("nystrom"), at Φ(ω₀ W_i) as in the
-paper, or random. Sine features are odd: they give the odd part of a layer with biases, cos features give both.
+SNNK form (SNNK paper, 4.2) a hidden layer is h_i = A_i Φ(h_{i−1}) + a_i with random features Φ and trained A_i and a_i.
+A_i starts at the best readout for the sine layer that it replaces ("nystrom"), at Φ(ω₀ W_i) as in the paper, or at
+random. Sine features are odd: they give the odd part of a layer with biases; cos features give both parts.
 In the low-rank form it is h_i = sin(ω₀ (U Vᵀ h_{i−1} + b_i)), and entries of V start uniform in ±√(3/width), so that
 those of Vᵀ h are as large as those of h.
 
@@ -42,7 +42,7 @@ class Sine(nn.Module):
         inputs: length of x.
         outputs: rows of W.
         omega: ω₀.
-        first: whether W reads coordinates.
+        first: whether W reads the coordinates.
     """
 
     def __init__(self, inputs: int, outputs: int, omega: float, *, first: bool = False):
@@ -74,7 +74,7 @@ class SineNetwork(nn.Module):
         hidden: number of width × width layers.
         omega: ω₀.
         snnk: fields of a FeatureMapSpec but `dim` (component, projection, num_features), and `init`; None is dense.
-        layers: hidden layers that become SNNK layers or get the rank, from 0; None for all.
+        layers: hidden layers, from 0, that become SNNK layers or get the rank; None for all.
         seed: seed of the features.
         rank: rank of the chosen layers, which then have no features; None for full rank.
     """

@@ -7,7 +7,7 @@ section 4.1, Tables 4 and 9 to 12).
     free                     (W − mean)ᵀ(W − mean)/m                     of its rows, which are not a sample
     others                   of rows of fresh draws, each as large as the model's own
 
-Rows that are not learned are N(0, I), so all eigenvalues are 1; smaller ones mean estimates of less variance (the
+Rows that are not learned are N(0, I), so all eigenvalues are 1; smaller ones mean estimates with less variance (the
 paper's Theorem 3). The paper has tables only of mixtures, "since covariance matrices are not well defined in the
 Generator and FastFood": here they are those of a random row. Where rows have different means, as in Fastfood, the
 spread of their means is included.
@@ -57,7 +57,7 @@ def learned_sites(model: torch.nn.Module) -> dict[str, list[FeatureMap]]:
             for site, given in ((own, term.feature_maps), (f"{own}.key_maps", term.key_maps or [])):
                 maps = [each for each in given if isinstance(each, FeatureMap)]
                 kinds |= {registered_name(PROJECTIONS, each.projection) for each in maps}
-                # Rows made from queries and keys are learned, but are not samples of a kernel's spectrum.
+                # Rows computed from queries and keys are learned, but are not samples from a kernel's spectrum.
                 if maps and maps[0].projection.trainable and maps[0].projection.distribution != "none":
                     found[site] = maps
     if found:

@@ -11,7 +11,7 @@ from snnk_peft.tasks.metrics import spearmanr
 
 Row = dict[str, Any]
 Point = tuple[float, float]
-# The runs over which a correlation is taken.
+# The sets of runs to compute correlations over.
 EVERY, WITHIN, FROM_DENSE = "all runs", "within rank scale and decay", "the same, starts from a dense network alone"
 AXES = ("relative error of the start, mean over layers", "test accuracy, percent")
 
@@ -20,7 +20,7 @@ def row_of(report: dict[str, Any], method: str, error: float) -> Row:
     """Return the plotted entries of a run.
 
     Returns:
-        Among others "decay", whether the factors had Frobenius decay instead of weight decay.
+        Entries including "decay": whether the factors had Frobenius decay instead of weight decay.
     """
     part = report["config"]["method"]["low_rank"]
     return {
@@ -52,7 +52,7 @@ def correlations_of(rows: Sequence[Row]) -> dict[str, dict[str, float] | None]:
 
 
 def in_words(correlation: dict[str, float] | None) -> str:
-    """Format value, interval and number of runs."""
+    """Format a correlation: value, interval and number of runs."""
     if correlation is None:
         return "none, for lack of runs that differ"
     low, high = f"{correlation['low']:+.2f}", f"{correlation['high']:+.2f}"

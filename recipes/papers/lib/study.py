@@ -30,7 +30,7 @@ from papers.lib.reports import chosen_rates
 PAPERS = Path(__file__).resolve().parents[1]
 RECIPES = PAPERS.parent
 STUDIES = {file.stem: file for file in sorted((PAPERS / "studies").glob("*.yaml"))}
-PRETRAINING = "pretraining"  # the task that others start from
+PRETRAINING = "pretraining"  # the task that other tasks start from
 Methods = dict[str, list[str]]
 
 
@@ -115,7 +115,7 @@ def load(name: str) -> Study:
 
 
 def entries(name: str) -> dict[str, Any]:
-    """Read the entries of a study's file, completed with those of the study `of` which it is."""
+    """Read the entries of a study's file, completed with those of its study `of`."""
     given = yaml.safe_load(STUDIES[name].read_text(encoding="utf-8"))  # without torch, for `--help`
     if other := given.pop("of", None):
         known = entries(other)
@@ -151,7 +151,7 @@ def filled(text: str, texts: Mapping[str, str]) -> str:
 
 
 def flat(settings: list[Any]) -> Iterator[str]:
-    """Flatten lists of settings in lists, as aliases in YAML produce them."""
+    """Flatten nested lists of settings, as YAML aliases produce them."""
     for each in settings:
         if isinstance(each, list):
             yield from flat(each)

@@ -19,8 +19,8 @@ from snnk_cli.files import guarded, write_folder
 from snnk_peft.tasks._image_folders import SUFFIXES
 
 SHAPE = argparse.RawDescriptionHelpFormatter
-BOUNDS = {"min_length": 50, "max_length": 250}  # tokens of the short expressions of ListOps
-BEHIND = "finetune."  # prefix of settings for the fine-tunings after a pretraining
+BOUNDS = {"min_length": 50, "max_length": 250}  # tokens of short ListOps expressions
+BEHIND = "finetune."  # prefix of settings for fine-tuning after pretraining
 
 
 def run(study: Study, argv: list[str]) -> int:
@@ -47,7 +47,7 @@ def run(study: Study, argv: list[str]) -> int:
             wanted = study.tasks[task].data
             if (found := data_settings(task, wanted, arguments.data, arguments.out)) is not None:
                 settings[task] = found
-        # Seeds are the outermost loop: the first pass already fills every cell of the table.
+        # Seeds are the outermost loop, so that the first pass already fills every cell of the table.
         for seed, task in itertools.product(arguments.seeds, settings):
             methods = [each for each in study.tasks[task].methods if not arguments.methods or each in arguments.methods]
             runs += [Run(task, method, seed) for method in methods]
@@ -64,7 +64,7 @@ def run(study: Study, argv: list[str]) -> int:
 
 
 def run_parser(study: Study) -> argparse.ArgumentParser:
-    """Create a parser with the options that every study has."""
+    """Create a parser with the options common to all studies."""
     out, tasks = Path("runs") / study.name, [task for task in study.tasks if task != PRETRAINING]
     methods = dict.fromkeys(method for task in study.tasks.values() for method in task.methods if method)
     parser = argparse.ArgumentParser(
@@ -95,7 +95,7 @@ def stored_runs(arguments: argparse.Namespace) -> frozenset[Run]:
 
 
 def read_settings(parser: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options, and the settings (the parser's `overrides`), which may be anywhere between them."""
+    """Parse the options, and the settings (the parser's `overrides`), which may be anywhere among them."""
     arguments, rest = parser.parse_known_args(argv)
     # argparse cannot mix options that take lists with positionals; settings are recognised by their "=".
     if misplaced := [text for text in rest if "=" not in text or text.startswith("-")]:
@@ -164,7 +164,7 @@ def run_behind(study: Study, argv: list[str]) -> int:
 
 
 def every(study: Study, arguments: argparse.Namespace, given: Sequence[str]) -> int:
-    """Run the pretraining and the fine-tunings of one method after the other; stops where a run was stopped."""
+    """Run the pretraining and the fine-tunings, method by method; stop where a run was stopped."""
     data, out, first = arguments.data, arguments.out, study.tasks[PRETRAINING]
     text = arguments.text or ("imdb" if (data / "imdb").is_dir() else "stdlib_docs")
     of_text = [f"task={text}", *([f"data.dir={data / text}"] if (data / text).is_dir() else [])]

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from snnk_cli.files import read_json, write_json, writing
 
-# Exit codes of a run that was asked to stop: it saved itself, or had not started yet.
+# Exit codes of a run that was asked to stop: it saved its state, or had not started yet.
 STOPPED = {143: 143, 130: 130, -signal.SIGTERM: 143, -signal.SIGINT: 130}
-FAILED_THEN_STOPPED = 3  # of a sweep: must not be mistaken for one that was only stopped
+FAILED_THEN_STOPPED = 3  # of a sweep, to distinguish it from one that was only stopped
 
 
 class Run(NamedTuple):
@@ -48,7 +48,7 @@ class Sweep(NamedTuple):
     draws: int | None = None
 
     def left(self, run: Run) -> Iterator[list[str]]:
-        """Yield the commands of a run that remain to be executed, to be consumed one by one."""
+        """Yield the remaining commands of a run, to be consumed one by one."""
         folder = self.out / run.name
         if run in self.stored:
             return
@@ -64,13 +64,13 @@ class Sweep(NamedTuple):
 
 
 def drawn(run: Path) -> int:
-    """Return how many fresh draws of a run were scored."""
+    """Return the number of fresh draws of a run that were scored."""
     file = run / "evaluation.json"
     return read_json(file).get("draws", {}).get("number", 0) if file.is_file() else 0
 
 
 def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
-    """Run all unfinished runs; returns 1 if something failed, 130 or 143 if it was stopped, 3 if both."""
+    """Run all unfinished runs; return 1 if something failed, 130 or 143 if stopped, 3 if both."""
     with writing(grid.out):
         grid.out.mkdir(parents=True, exist_ok=True)
     record = grid.out / "seconds.json"
@@ -113,9 +113,9 @@ def ending(code: int) -> str:
 
 
 def execute(command: list[str]) -> tuple[int, int | None]:
-    """Run a command to its end; returns its exit code, and the signal that asked this process to stop, or None.
+    """Run a command to its end; return its exit code, and the signal that asked this process to stop, or None.
 
-    SIGTERM and SIGINT (Ctrl-C) are passed on as SIGTERM, so that the run saves itself.
+    SIGTERM and SIGINT (Ctrl-C) are passed on as SIGTERM, so that the run saves its state.
     """
     received: list[int] = []
     process = subprocess.Popen(command)
@@ -134,7 +134,7 @@ def execute(command: list[str]) -> tuple[int, int | None]:
 
 
 def time_left(pending: Sequence[Run], seconds: Mapping[str, float]) -> str:
-    """Estimate the remaining time from finished runs of the same task and method, or else of the same task."""
+    """Estimate the remaining time from finished runs of the same task and method, or else the same task."""
     total, unknown = 0.0, 0
     for run in pending:
         same = [value for name, value in seconds.items() if name.startswith(f"{run.task}/{run.method}/")]

@@ -6,7 +6,7 @@ from snnk_cli.experiment import Config, Experiment, Schedule, of_budget, of_epoc
 
 
 class Training(Experiment[Config]):
-    """An experiment whose section `method` has a `label`, which names it in titles and tables."""
+    """An experiment whose section `method` has a `label`, its name in titles and tables."""
 
     @property
     def method(self) -> str:

@@ -57,7 +57,7 @@ class TwoBodies:
         return (-(bend + slope.square().sum(-1)) / 2).detach()
 
     def energies(self, count: int) -> list[float]:
-        """Return the lowest energies, exactly."""
+        """Return the exact lowest energies."""
         return [self.energy(*state) for state in self.states(count)]
 
     def energy(self, n: int, m: int) -> float:

@@ -1,4 +1,4 @@
-"""Claims of papers, the results of the stored runs, and verdicts by one rule for all.
+"""Claims of papers, results of the stored runs, and verdicts by one rule for all.
 
 A comparison is a list of differences, one per seed. Its interval is mean ± t SE, t the 97.5 % point of Student's
 distribution with n − 1 degrees of freedom: wide for three seeds, as it should be.
@@ -23,7 +23,7 @@ VERDICTS = (HOLDS, DIRECTION, FAILS, UNTESTED)
 
 
 class NotMeasuredError(Exception):
-    """A report that a claim needs has not been stored yet."""
+    """Raised if a report that a claim needs is not stored yet."""
 
 
 class Measured(NamedTuple):
@@ -48,7 +48,7 @@ class Claim(NamedTuple):
         measure: returns our result from the stored reports; raises `NotMeasuredError`.
         scale: scale of our experiment.
         page: file or folder with the details, from the root of the repository.
-        command: command that measures it, without `python recipes/`.
+        command: command to measure it, without `python recipes/`.
     """
 
     where: str
@@ -108,7 +108,7 @@ class Store:
         return self._read_already[page]
 
     def values(self, page: str, task: str, method: str, key: str, factor: float = 1.0) -> dict[int, float]:
-        """Return seed -> a figure of its report, times `factor`; a dot in `key` leads into a dictionary."""
+        """Return seed -> a figure of its report, times `factor`; a dot in `key` descends into a dictionary."""
         return {seed: factor * _at(report, key) for seed, report in self.reports(page, task, method).items()}
 
     def differences(
@@ -165,7 +165,7 @@ def in_words(values: Sequence[float], unit: str = "", form: str = "+.1f") -> str
 
 
 def gain(values: Iterable[float], least: float = 0.0, unit: str = "points", form: str = "+.1f") -> Measured:
-    """Judge the claim that differences are above 0, and on average at least `least`, where the paper prints that.
+    """Judge the claim that differences are above 0, and on average at least `least`, if the paper says so.
 
     Holds: the whole interval is above 0 and the mean at least `least`. In direction: the interval is above 0 and the
     mean smaller. Does not hold: the whole interval is at 0 or below. Otherwise the seeds do not decide.
@@ -191,7 +191,7 @@ def as_good(values: Iterable[float], margin: float, unit: str = "points", form: 
 
 
 def unchanged(values: Iterable[float], margin: float, unit: str = "%", form: str = "+.0f") -> Measured:
-    """Judge the claim that differences are within ±`margin`: holds if their interval is; does not if it is outside."""
+    """Judge the claim that differences are within ±`margin`: holds if their interval is; fails if it is outside."""
     values = list(values)
     _, low, high = interval(values)
     inside, outside = -margin < low and high < margin, low > margin or high < -margin
@@ -209,6 +209,6 @@ def ratio(value: float, printed: float, unit: str) -> Measured:
 
 
 def all_of(*parts: Measured) -> Measured:
-    """Combine figures under one claim with the least favourable verdict; undecided ones count where no other fails."""
+    """Combine figures under one claim with the least favourable verdict; undecided ones count if no other fails."""
     order = [HOLDS, DIRECTION, UNTESTED, FAILS]
     return Measured("; ".join(part.ours for part in parts), max((part.verdict for part in parts), key=order.index))

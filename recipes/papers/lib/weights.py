@@ -14,7 +14,7 @@ from snnk_peft.errors import ConfigError
 
 
 def read_tensors(file: str | Path, expected: str) -> dict[str, torch.Tensor]:
-    """Read the tensors of a safetensors file; a ConfigError says what was `expected`."""
+    """Read the tensors of a safetensors file; a ConfigError states what was `expected`."""
     try:
         return load_file(file)
     except (OSError, SafetensorError) as error:
@@ -22,13 +22,13 @@ def read_tensors(file: str | Path, expected: str) -> dict[str, torch.Tensor]:
 
 
 def fill(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-    """Copy all tensors into the model, whose names and shapes they must have.
+    """Copy all tensors into the model; names and shapes must match.
 
     Raises:
         ConfigError: names are missing or unknown, or shapes differ; `source` names the origin of the tensors.
     """
     wanted = model.state_dict()
-    # Counters of batches seen are not always published; nothing depends on them.
+    # Batch counters are not always published; nothing depends on them.
     needed = {name for name in wanted if not name.endswith("num_batches_tracked")}
     faults = [f"{name} is missing" for name in needed - tensors.keys()]
     faults += [f"{name} is unknown" for name in tensors.keys() - wanted.keys()]

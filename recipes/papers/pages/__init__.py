@@ -1,1 +1,1 @@
-"""Pages of the studies: `page` renders the stored reports of a study, and draws the figures beside them."""
+"""Pages of the studies: `page` renders the stored reports of a study, and draws the figures next to them."""

@@ -1,4 +1,4 @@
-"""The page of fresh draws of learned mixtures."""
+"""The page on fresh draws of learned mixtures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BESIDE = "evaluation"  # the second report of each run
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """Return the page, and the names of the figures drawn beside it."""
+    """Return the page, and the names of the figures drawn next to it."""
     points = {
         task: {name: [point for report in cell for point in voted(report)] for name, cell in row.items()}
         for task, row in table.items()
@@ -25,7 +25,7 @@ def page(table: Table, out: Path) -> tuple[str, list[str]]:
 
 
 def figures(report: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a report's draws (`lib/draws.py`), on the only split that is scored."""
+    """Return the figures of a report's draws (`lib/draws.py`), on the only scored split."""
     (found,) = report["evaluation"]["draws"]["splits"].values()
     return dict(found)
 

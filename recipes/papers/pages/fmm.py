@@ -1,4 +1,4 @@
-"""The page of FMMformer beside softmax and linear attention."""
+"""The page on FMMformer compared with softmax and linear attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from snnk_cli.tables import grid, mean_in_words, spread, standard_error
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """Return the page, and the names of the figures drawn beside it."""
+    """Return the page, and the names of the figures drawn next to it."""
     bars = {
         task: {name: standard_error(cell, "accuracy") for name, cell in in_order(row)} for task, row in table.items()
     }
@@ -55,7 +55,7 @@ def render(table: Table) -> str:
 
 
 def about_copying(row: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Describe the task, and say that all methods take the same steps, if they do."""
+    """Describe the task, and state that all methods take the same steps, if they do."""
     reports = [report for cell in row.values() for report in cell]
     first = reports[0]
     data, model = first["config"]["data"], first["config"]["model"]
@@ -73,7 +73,7 @@ def about_copying(row: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def same_steps(reports: list[dict[str, Any]]) -> str:
-    """Say that the steps are equal, or warn that they are not."""
+    """State that the steps are equal, or warn that they are not."""
     steps = sorted({report["steps"] for report in reports})
     if len(steps) == 1:
         return f"All methods have equal steps, {steps[0]:,}"
@@ -81,7 +81,7 @@ def same_steps(reports: list[dict[str, Any]]) -> str:
 
 
 def about_listops(row: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Describe the expressions, and say that all methods have the same CPU time, if they do."""
+    """Describe the expressions, and state that all methods have the same CPU time, if they do."""
     reports = [report for cell in row.values() for report in cell]
     longest = max(report["longest_sequence"] for report in reports)
     budgets = sorted({f"{report['config']['train']['max_cpu_minutes']:g}" for report in reports})

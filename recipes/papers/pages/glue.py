@@ -1,6 +1,6 @@
-"""The page of GLUE dev scores.
+"""The page on GLUE dev scores.
 
-The reports of the study glue_rates are stored in glue_rates.jsonl beside OUT; the page shows the rates that were tried.
+The reports of the study glue_rates are stored in glue_rates.jsonl next to OUT; the page shows the rates tried.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ROOT = Path(__file__).resolve().parents[3]
 # Scores of a constant answer on the official dev sets: the most frequent class (RTE 146 of 277, MRPC 279 of 408 with
 # its F1, SST-2 444 of 872), or a correlation of 0.
 CONSTANT = {"rte": 0.5271, "mrpc": 0.7480, "stsb": 0.0, "cola": 0.0, "sst2": 0.5092}
-# A run is on the plateau if it covered at most this share of the way from there to the best run of its task.
+# A run is on the plateau if it covered at most this share of the distance from there to the best run of its task.
 NEAR = 0.25
-# The baseline that the others are compared to.
+# The baseline that the others are compared with.
 PEER = "lora_r8"
 # Descriptions of the methods of the study glue and of recipes/papers/peers, in the order of the table.
 NAMES = {
@@ -62,17 +62,17 @@ FURTHER = {"rates": (ROOT / "runs/glue_rates", "folder of the study glue_rates")
 
 
 def store(out: Path, rates: Path) -> None:
-    """Store the reports of the learning rates that were tried."""
+    """Store the reports of the learning rates tried."""
     collect(rates, tuned(out))
 
 
 def tuned(out: Path) -> Path:
-    """Return the study of the rates, which is shown here."""
+    """Return the study of the rates shown here."""
     return out.resolve().parent / "glue_rates"
 
 
 def page(table: Table, out: Path, rates: Path) -> tuple[str, list[str]]:
-    """Return the page, and the names of the figures drawn beside it."""
+    """Return the page, and the names of the figures drawn next to it."""
     table = in_order(table)
     scores = {
         task: {method: spread(reports, "score") for method, reports in row.items()} for task, row in table.items()
@@ -88,7 +88,7 @@ def in_order(table: Table) -> Table:
 
 
 def on_plateau(task: str, score: float, row: Mapping[str, list[dict[str, Any]]]) -> bool:
-    """Return whether a run stayed at or near the score of a constant answer."""
+    """Return True if a run stayed at or near the score of a constant answer."""
     if task not in CONSTANT:
         return False
     best = max(report["score"] for cell in row.values() for report in cell)
@@ -96,7 +96,7 @@ def on_plateau(task: str, score: float, row: Mapping[str, list[dict[str, Any]]])
 
 
 def seeds(table: Table) -> list[list[str]]:
-    """Return a row per method and task: the score of every seed, "*" after those on the plateau."""
+    """Return a row per method and task: the score of every seed, with "*" for those on the plateau."""
     rows = []
     for method in sorted({method for row in table.values() for method in row}, key=rank):
         cells = []
@@ -163,7 +163,7 @@ def render(table: Table, tried: Rates) -> str:
         found = table[task].get(method)
         return with_error([report["score"] for report in found]) if found else "–"
 
-    # Averages over different tasks are not comparable: only methods that ran all tasks have one.
+    # Averages over different tasks are not comparable, so only methods that ran all tasks have one.
     def average(method: str) -> str:
         if any(method not in row for row in table.values()):
             return "–"

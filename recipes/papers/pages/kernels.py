@@ -1,4 +1,4 @@
-"""The page of pretraining and fine-tuning with learned kernels."""
+"""The page on pretraining and fine-tuning with learned kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from papers.lib.reports import Table
 from papers.lib.study import PRETRAINING
 from snnk_cli.tables import grid, mean_in_words, spread
 
-# Task -> the metrics that the paper prints for it, by their names here.
+# Task -> the metrics that the paper prints for it, under our names.
 METRICS = {"mrpc": ("accuracy", "f1"), "rte": ("accuracy",), "cola": ("matthews_correlation",)}
 METRICS["stsb"] = ("pearson", "spearmanr")
 # Learning the Transformer Kernel, Table 3: MRPC, RTE, CoLA (STS-B is not in it).
@@ -25,12 +25,12 @@ PAPER = {
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """Return the page, and the names of the figures drawn beside it."""
+    """Return the page, and the names of the figures drawn next to it."""
     return render(table), []
 
 
 def render(table: Table) -> str:
-    """Render the page: the pretrainings, and the fine-tunings from them."""
+    """Render the page: pretraining runs, and fine-tuning runs from them."""
     before = table.get(PRETRAINING, {})
     tasks = [task for task in METRICS if task in table]
     lines = [
@@ -82,7 +82,7 @@ def render(table: Table) -> str:
 
 
 def described(row: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Describe the text and length of the pretrainings; warn if they differ."""
+    """Describe the text and length of the pretraining runs; warn if they differ."""
     found = set()
     for report in (report for reports in row.values() for report in reports):
         config, budget = report["config"], report["config"]["train"]["max_cpu_minutes"]

@@ -1,7 +1,7 @@
-"""The page of low-rank training.
+"""The page on low-rank training.
 
-Initialisation errors come from the lines or, for older ones, from programs/low_rank_errors.py; without either, the page
-has none.
+Initialisation errors come from the reports or, for older ones, from programs/low_rank_errors.py; without either, the
+page has none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FURTHER = {"errors": (ERRORS, "metrics.json of programs/low_rank_errors.py")}
 
 
 def page(table: Table, out: Path, errors: Path = ERRORS) -> tuple[str, list[str]]:
-    """Return the page, and the names of the figures drawn beside it."""
+    """Return the page, and the names of the figures drawn next to it."""
     starts = {task: with_errors(row, errors) for task, row in table.items()}
     for task, row in table.items():
         if starts[task]:
@@ -138,7 +138,7 @@ def section(task: str, row: dict[str, list[Report]]) -> list[str]:
 
 
 def comparisons(row: dict[str, list[Report]]) -> list[tuple[str, list[float]]]:
-    """Return the paper's claims, each with the differences in points that should be positive, one per seed."""
+    """Return the paper's claims, each with the differences that should be positive, one per seed, in points."""
     cells = arranged(row)
     scores = {
         (init, *place, report["seed"]): 100 * report["score"]
@@ -149,7 +149,7 @@ def comparisons(row: dict[str, list[Report]]) -> list[tuple[str, list[float]]]:
     scales = sorted({scale for init, scale, *_ in scores if init != DENSE})
 
     def compare(first: dict[str, Any], second: dict[str, Any]) -> list[float]:
-        """Return a mean difference per seed, over all places where both ran; the keys replace parts of a place."""
+        """Return the mean difference per seed over all places where both ran; the keys replace parts of a place."""
         by_seed: dict[int, list[float]] = {}
         for init, scale, decay, seed in scores:
             here = {"init": init, "scale": scale, "decay": decay}
@@ -231,7 +231,7 @@ def start_errors(task: str, rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _size(reports: list[Report]) -> list[str]:
-    """Describe the size of the runs, and what follows from it."""
+    """Describe the size of the runs, and its implications."""
 
     def values(name: str) -> str:
         found = {

@@ -1,4 +1,4 @@
-"""The page of the Long Range Arena, and of the pairs of Spectraformer on it."""
+"""The page on the Long Range Arena, and on Spectraformer's pairs on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from papers.lib.reports import Table
 from snnk_cli.plots import score_rows
 from snnk_cli.tables import grid, mean_in_words, spread, standard_error
 
-# Settings that a table may mix, and that a reader must know before comparing two numbers.
+# Settings that a table may mix, and that readers must know before comparing two numbers.
 CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
     "longest document": lambda report: f"{report['longest_sequence']:,} tokens",
     "trained on": lambda report: f"{report['examples']['train']:,} examples",
@@ -36,7 +36,7 @@ CAVEATS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """Return the page, and the names of the figures drawn beside it."""
+    """Return the page, and the names of the figures drawn next to it."""
     bars = {task: {name: spread(cell, "accuracy") for name, cell in row.items()} for task, row in table.items()}
     score_rows(bars, out / "accuracy.png", "Long Range Arena", "test accuracy")
     return render(table), ["accuracy.png"]
@@ -78,7 +78,7 @@ def render(table: Table) -> str:
 
 
 def caveats(reports: list[dict[str, Any]]) -> list[str]:
-    """Say how far the runs are from the published task and from each other, from their settings."""
+    """Describe how the runs differ from the published task and from each other, based on their settings."""
     shared, differing = [], []
     for name, describe in CAVEATS.items():
         found = sorted({describe(report) for report in reports})
@@ -106,7 +106,7 @@ def caveats(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def claim(row: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return Spectraformer's claim about its best pair with these runs' figures; empty if one of the two is missing."""
+    """Return Spectraformer's claim about its best pair with these runs' figures; empty if either is missing."""
     if not {"posrf_mm", "saderf_orf"} <= row.keys():
         return []
     ours, other = row["posrf_mm"], row["saderf_orf"]
@@ -114,7 +114,7 @@ def claim(row: dict[str, list[dict[str, Any]]]) -> list[str]:
     def less(measure: Callable[[dict[str, Any]], float]) -> str:
         first, second = (sum(measure(report) for report in cell) / len(cell) for cell in (ours, other))
         if second <= 0:
-            return "no measurable"  # a few steps may not exceed the peak of loading the data
+            return "no measurable"  # the peak of a few steps may not exceed that of loading the data
         share = 1 - first / second
         return f"{abs(share):.1%} {'less' if share >= 0 else 'more'}".replace("%", " %")
 
@@ -135,7 +135,7 @@ def claim(row: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 
 def on_gpu(report: dict[str, Any]) -> bool:
-    """Return whether a run's model was on a GPU; reports without a device are of CPUs."""
+    """Return True if a run's model was on a GPU; reports without a device are from CPUs."""
     return report.get("device", "cpu").startswith("cuda")
 
 

@@ -1,4 +1,4 @@
-"""The page of the smaller experiments of the SNNK paper."""
+"""The page on the smaller experiments of the SNNK paper."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from papers.lib.reports import Table
 from snnk_cli.tables import grid, mean_in_words, spread
 
-# Task -> title, unit of the score, and the factor of the score on the page.
+# Task -> title, unit of the score, and factor for the score on the page.
 TITLES = {
     "siren": ("SIREN, one hidden layer, a picture", "decibels", 1.0),
     "siren_three": ("SIREN, the second of three hidden layers, a picture", "decibels", 1.0),
@@ -23,7 +23,7 @@ TITLES = {
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """Return the page, and the names of the figures drawn beside it."""
+    """Return the page, and the names of the figures drawn next to it."""
     return render(table), []
 
 
@@ -54,7 +54,7 @@ def render(table: Table) -> str:
 
 
 def data(rows: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Describe the data of a task: the image (all of them, should they differ) and its size, or numbers of examples."""
+    """Describe the data of a task: the image (all, if they differ) and its size, or the numbers of examples."""
     reports = [report for some in rows.values() for report in some]
     pictures = {f"{report['picture']}, {report['config']['data']['size']}" for report in reports if "picture" in report}
     if pictures:
@@ -70,7 +70,7 @@ EXTRA = {
 
 
 def kind(task: str) -> str:
-    """Return the kind of extra figures in a report of the task."""
+    """Return the kind of extra figures in the task's reports."""
     return "siren" if task.startswith("siren") else "two_bodies" if task == "two_bodies" else "mlp"
 
 

@@ -1,4 +1,4 @@
-"""The page of how soon attention learns what counts."""
+"""The page on how soon attention learns what matters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEVELS = (0.5, 0.9, 0.99)
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """Return the page, and the names of the figures drawn beside it."""
+    """Return the page, and the names of the figures drawn next to it."""
     panels = {title(task): {name: curve(cell) for name, cell in row.items()} for task, row in table.items()}
     score_panels(panels, out / "accuracy.png", "sums over pairs", "optimizer steps", "validation accuracy")
     return render(table), ["accuracy.png"]
@@ -28,7 +28,7 @@ def title(task: str) -> str:
 def steps_to(report: dict[str, Any], level: float) -> int | None:
     """Return the first evaluated step whose accuracy, a running median of three evaluations, reaches `level`, or None.
 
-    At a constant rate, accuracies are noisy: a single one says little. A run that has ended keeps its last accuracy.
+    At a constant rate, accuracies are noisy: a single one means little. A run that has ended keeps its last accuracy.
     """
     steps, found = zip(*report["learning_curve"], strict=True)
     triples = zip(steps, (found[0], *found[:-1]), found, (*found[1:], found[-1]), strict=True)

@@ -1,4 +1,4 @@
-"""The page of uptraining and poolers on GLUE."""
+"""The page on uptraining and poolers on GLUE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ METRICS = {"rte": "accuracy", "mrpc": "f1", "stsb": "spearmanr", "cola": "matthe
 # Scores of a constant answer on the official dev sets: the most frequent class of RTE (146 of 277), the F1 of
 # "paraphrase" everywhere (279 of 408), correlations of 0.
 CONSTANT = {"rte": 100 * 146 / 277, "mrpc": 100 * 2 * 279 / (279 + 408), "stsb": 0.0, "cola": 0.0}
-# The paper: BERT-base, 5 to 20 epochs, five seeds, the dev set. Row -> (where, scores in the order of METRICS).
+# In the paper: BERT-base, 5 to 20 epochs, five seeds, the dev set. Row -> (where, scores in the order of METRICS).
 PAPER = {
     "pooler, dense (their baseline)": ("Table 1", 57.5, 81.5, 78.1, 29.4),
     "pooler, cosine features": ("Table 1", 61.36, 82.07, 78.93, 35.81),
@@ -34,7 +34,7 @@ FULL = "full"
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """Return the page, and the names of the figures drawn beside it."""
+    """Return the page, and the names of the figures drawn next to it."""
     panels = {task: curves(task, row) for task, row in table.items()}
     labels = ("upper FFNs replaced", "score above that of full training, points")
     score_panels(panels, out / "layers.png", "Uptraining with SNNK layers, GLUE dev sets", *labels)
@@ -59,7 +59,7 @@ def differences(task: str, row: dict[str, list[dict[str, Any]]], method: str) ->
 
 
 def curves(task: str, row: dict[str, list[dict[str, Any]]]) -> dict[str, list[tuple[float, float, float]]]:
-    """Return start and features -> (layers replaced, mean difference to full training, standard error)."""
+    """Return start and features -> (layers replaced, mean difference from full training, standard error)."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for method in row:
         if (match := UPTRAINED.fullmatch(method)) and (pairs := differences(task, row, method)):
@@ -68,7 +68,7 @@ def curves(task: str, row: dict[str, list[dict[str, Any]]]) -> dict[str, list[tu
 
 
 def place(method: str) -> tuple[int, int, str]:
-    """Return a sort key of rows: full training, one replaced layer, two, ...; then the frozen ones."""
+    """Return a sort key of rows: full training, one replaced layer, two, ..., then the frozen ones."""
     match = UPTRAINED.fullmatch(method)
     return (0, 0, "") if method == FULL else (1, int(match[1]), method) if match else (2, 0, method)
 
@@ -136,7 +136,7 @@ def render(table: Table) -> str:
 
 
 def sizes(reports: list[dict[str, Any]]) -> list[str]:
-    """Format trained parameters, stored ones of the bundle and its MACs; with the smallest head where tasks differ."""
+    """Format trained parameters, and the bundle's stored ones and MACs; with the smallest head if tasks differ."""
     trained = f"{min(report['trainable_parameters'] for report in reports) / 1e3:,.1f}"
     costs = [report["cost"] for report in reports if "cost" in report]
     if not costs:
@@ -146,12 +146,12 @@ def sizes(reports: list[dict[str, Any]]) -> list[str]:
 
 
 def stored_numbers(cost: dict[str, dict[str, int]]) -> int:
-    """Count parameters and drawn matrices of a bundle, without the buffers that the original has (positions)."""
+    """Count parameters and drawn matrices of a bundle, without the original's buffers (positions)."""
     return cost["bundle"]["parameters"] + cost["bundle"]["buffers"] - cost["full"]["buffers"]
 
 
 def by_layers(table: Table, tasks: list[str]) -> list[str]:
-    """Return the lines on differences to full training, a mean over tasks, by number of replaced layers."""
+    """Return the lines on differences from full training, mean over tasks, by number of replaced layers."""
     means: dict[str, dict[int, tuple[float, float]]] = {}
     for method in {method for task in tasks for method in table[task]}:
         pairs = [differences(task, table[task], method) for task in tasks]
@@ -182,7 +182,7 @@ def by_layers(table: Table, tasks: list[str]) -> list[str]:
 
 
 def honest(layers: int, features: int = 8, sizes: tuple[int, int, int] = BERT_BASE) -> tuple[int, int]:
-    """Count the parameters of an encoder with `layers` FFNs replaced: trained ones, and those stored by its bundle.
+    """Count the parameters of an encoder with `layers` FFNs replaced: trained ones, and those stored in its bundle.
 
     Args:
         layers: FFNs whose expansion, W and b, became a readout A (hidden × features) and its bias.
@@ -191,7 +191,7 @@ def honest(layers: int, features: int = 8, sizes: tuple[int, int, int] = BERT_BA
     """
     full, width, hidden = sizes
     trained = full + layers * ((features + 1) * hidden - (width + 1) * hidden)
-    # Of the block, W₂ A and a bias are left, and the drawn matrix.
+    # What remains of the block is W₂ A, a bias, and the drawn matrix.
     folded = full + layers * ((2 * features + 1) * width - (2 * width * hidden + width + hidden))
     return trained, folded
 

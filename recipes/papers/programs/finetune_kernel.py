@@ -31,7 +31,7 @@ from snnk_peft.errors import ConfigError
 
 
 class FinetuneKernel(Finetuning):
-    """A classifier over a pretrained encoder with the attention that it was pretrained with."""
+    """A classifier over a pretrained encoder, with the attention from its pretraining."""
 
     program = "papers/programs/finetune_kernel.py"
     paths = (("model", "name_or_path"),)  # the report names the pretrained attention instead
@@ -54,7 +54,7 @@ class FinetuneKernel(Finetuning):
         return {**super().report(done), "attention": attention_of(done.model)}
 
     def save(self, done: Finished, metrics: Mapping[str, float]) -> None:
-        """Save model/ with softmax, otherwise bundle/: an adapter would lack the weights that it was put into."""
+        """Save model/ with softmax, otherwise bundle/: an adapter would lack the weights around it."""
         if attention_of(done.model) == SOFTMAX:
             super().save(done, metrics)
             return
@@ -69,7 +69,7 @@ class FinetuneKernel(Finetuning):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fine-tune the model; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Fine-tune the model; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(FinetuneKernel, __doc__, argv)
 
 

@@ -40,7 +40,7 @@ from snnk_cli.launch import launch
 from snnk_cli.plots import picture_grid
 from snnk_cli.settings import RunOutput, StepSettings
 
-RANGE = 2.0  # of values in [−1, 1]
+RANGE = 2.0  # range of values in [−1, 1]
 PICTURES = "pictures.png"
 
 
@@ -87,7 +87,7 @@ class FitPicture(Training[PictureConfig]):
 
     @property
     def name(self) -> str:
-        """The name of the image: that of its file, without the folder."""
+        """The name of the image: its file name without the folder."""
         config = self.config
         return config.task if config.data.file is None else Path(config.data.file).name
 
@@ -100,7 +100,7 @@ class FitPicture(Training[PictureConfig]):
         return Data(self.picture, {"picture": self.picture})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """Build the network; all of it is trained except the rows of the features, unless these are learned."""
+        """Build the network; all of it is trained except the feature rows, unless these are learned."""
         return SineNetwork.of(self.config, inputs=2, outputs=1)
 
     def score(
@@ -155,7 +155,7 @@ class FitPicture(Training[PictureConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fit the image; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Fit the image; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(FitPicture, __doc__, argv)
 
 

@@ -37,13 +37,13 @@ from snnk_cli.processes import unwrapped
 from snnk_cli.settings import RunOutput, StepSettings
 from snnk_peft.errors import ConfigError
 
-LEVELS = 4  # energies that are compared
+LEVELS = 4  # energies to compare
 PICTURE = "potential.png"
 
 
 @dataclass
 class PotentialData:
-    """The system, and where its wave function is known."""
+    """The system, and the region where its wave function is known."""
 
     frequency: float = option(1.0, "ω of the springs to the origin", above=0)
     spring: float = option(1.5, "k of the spring between the particles", low=0)
@@ -109,7 +109,7 @@ class FitPotential(Training[PotentialConfig]):
         return Data(train, {"held out": LocalEnergies(self.system, 2048, data.reach, seed + 1)})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """Build the network; all of it is trained except the rows of the features, unless these are learned."""
+        """Build the network; all of it is trained except the feature rows, unless these are learned."""
         return PotentialNetwork(SineNetwork.of(self.config, inputs=2, outputs=1))
 
     def score(
@@ -119,7 +119,7 @@ class FitPotential(Training[PotentialConfig]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Return the share of the exact potential's variance that is explained (R²), with V(0) = 0 for both."""
+        """Return the explained share of the exact potential's variance (R²), with V(0) = 0 for both."""
         if stopped():
             return None
 
@@ -167,7 +167,7 @@ class FitPotential(Training[PotentialConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Fit the potential; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Fit the potential; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(FitPotential, __doc__, argv)
 
 

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit(
             f"error: {arguments.runs} holds dense networks alone; python recipes/papers/study.py run lowrank"
         )
-    known: dict[str, float] = {}  # decay does not change the start
+    known: dict[str, float] = {}  # decay does not affect the start
     rows = []
     for method, report in track(reports, "runs", console=Console(stderr=True)):
         part = report["config"]["method"]["low_rank"]
@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def mean_error(report: dict[str, Any]) -> float:
-    """Compute the error of the start that a report's settings describe, a mean over its layers."""
+    """Compute the mean error over layers of the start that a report's settings describe."""
     errors = rebuilt_errors(load_config(LowRankConfig, {**report["config"], "output": {"dir": "unused"}}))
     return sum(errors.values()) / len(errors)
 

@@ -6,7 +6,7 @@ Teachers ReLU(Wx) with He-normal W, x ~ N(0, I), no noise. Each method sees n sa
 whose relative risk against the true W is computed exactly. Algorithm 2 as printed estimates the kernel by the samples
 and projects on its eigenvectors; "kernel of the recovered W" replaces the estimate by its closed form (which the paper
 rules out in Remark 8.17); the others compress the recovered W and need no kernel. W is recovered by gradient descent as
-printed, in the last one by least squares, which refuses too few samples. Writes metrics.json and risk.png: the risk of
+printed, in the last one by least squares, which rejects too few samples. Writes metrics.json and risk.png: the risk of
 each above that of `function` applied to the true W, with the same teachers and samples for all.
 """
 
@@ -123,7 +123,7 @@ def _faults(arguments: argparse.Namespace) -> list[str]:
 
 
 def _summary(runs: list[dict[str, Any]], method: str, count: int) -> dict[str, Any]:
-    """Average over the teachers; the standard error is that of the excess, whose noise is not that of the teachers."""
+    """Average over the teachers; the standard error is that of the excess, which is free of the teachers' noise."""
     mine = [run for run in runs if (run["method"], run["samples"]) == (method, count)]
     if not mine:
         return {"method": method, "samples": count, "teachers": 0}

@@ -9,7 +9,7 @@ multiply-adds by operation:
 - Table 6, BERT-base and ViT-base with the expansions of the top k FFN layers as 8 features: parameters in training
   (without those of replaced layers), bundled, size in fp32, and multiply-adds of a forward pass as trained and as
   bundled. One expansion of d·4d + 4d parameters becomes a readout of 4d·m + 4d; the bundle keeps d·m + d of the pair,
-  and W (m·d) beside it, which is not a parameter.
+  and W (m·d) next to it, which is not a parameter.
 - Table 8 (and 1, 4), adapters of 16 features in BERT-base, their form and this package's default; the classifier is not
   counted, as there.
 - Table 5 (and 1, 3), the pooler as 1024 features: trained parameters, and those of pooler and classifier in a bundle.
@@ -82,7 +82,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Count and write; returns 0 if done, 2 for wrong input."""
+    """Count and write; return 0 if done, 2 for wrong input."""
     arguments = options().parse_args(argv)
     return guarded(lambda: work(arguments))
 
@@ -124,7 +124,7 @@ def uptrained(model: str, k: int, features: int) -> dict[str, Any]:
     own = {"model": model, "k": k, "printed": printed(model, k, features)}
     builder = Builder(make(), task, torch.float32)
     if k == 0:
-        # A config of parts is required; their costs are in rows that are not read here.
+        # A config with parts is required; their costs are in rows that are not read here.
         full = estimate_cost(make(), SNNKConfig(ffn=FFNPart(num_features=features)), task=task, **inputs).row("full")
         counted = {"training": full.parameters, "bundled": full.parameters}
         macs = {"training_macs": full.macs, "bundled_macs": full.macs}
@@ -159,7 +159,7 @@ def printed(model: str, k: int, features: int) -> dict[str, float]:
 
 
 def adapters(init: str) -> dict[str, Any]:
-    """Count what adapters of 16 features in BERT-base train, without the classifier."""
+    """Count the trained parameters of adapters of 16 features in BERT-base, without the classifier."""
     make, task, inputs = MODELS[BERT]
     config = SNNKConfig(adapter=AdapterPart(num_features=16, init=init))
     report = estimate_cost(make(), config, task=task, **inputs)
@@ -186,7 +186,7 @@ def poolers(features: int) -> list[dict[str, Any]]:
 
 
 def parameters_of(model: Any, names: tuple[str, ...]) -> int:
-    """Count the parameters below modules of these names."""
+    """Count the parameters in modules of these names."""
     found = [
         parameter.numel() for path, parameter in model.named_parameters() if set(path.split(".")).intersection(names)
     ]
@@ -194,7 +194,7 @@ def parameters_of(model: Any, names: tuple[str, ...]) -> int:
 
 
 def tables(figures: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return title, header and lines of every table; printed figures in brackets."""
+    """Return title, header and lines of every table, with printed figures in brackets."""
     found = []
     for model in figures["settings"]["models"]:
         header = ["top k layers", "M in training", "M bundled", "MB bundled", "G MACs in training", "G MACs bundled"]

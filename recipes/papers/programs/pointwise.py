@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[3]
 RESULTS = Path(__file__).resolve().parent / "results" / "pointwise"
 SINE, ARC_COSINE = "sine layer, urf", "arc-cosine layer, relu"
 BIAS = 0.5
-NORM = 3**-0.5  # of a vector of Unif(0, 1)/√d, for large d
+NORM = 3**-0.5  # norm of a vector with entries from Unif(0, 1)/√d, for large d
 # Component, its arguments, and those of its second tower. The sine is one atom of frequency 1, without a fit.
 LAYERS: dict[str, tuple[str, dict[str, Any], dict[str, torch.Tensor]]] = {
     SINE: (

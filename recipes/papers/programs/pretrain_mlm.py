@@ -66,7 +66,7 @@ class PretrainMasked(Training[MaskedConfig]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Return the held-out loss in nats per masked piece, the smaller the better, and the masked accuracy."""
+        """Return the held-out loss in nats per masked piece (lower is better), and the masked accuracy."""
         size = self.config.train.eval_batch_size
         return masked_scores(model, splits["held out"], size, accelerator.device, stopped)
 
@@ -99,7 +99,7 @@ class PretrainMasked(Training[MaskedConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Pretrain a model; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Pretrain a model; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(PretrainMasked, __doc__, argv)
 
 

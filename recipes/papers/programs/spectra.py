@@ -43,7 +43,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
 
 ROOT = Path(__file__).resolve().parents[3]
-EXACT = 1e-12  # share of the largest eigenvalue below which one is rounding error
+EXACT = 1e-12  # eigenvalues below this share of the largest are rounding errors
 
 
 def options() -> argparse.ArgumentParser:
@@ -54,7 +54,7 @@ def options() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure and write; returns 0 if done, 2 for wrong input."""
+    """Measure and write; return 0 if done, 2 for wrong input."""
     arguments = options().parse_args(argv)
     return guarded(lambda: work(arguments))
 
@@ -83,7 +83,7 @@ def measure(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def names(folders: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of the paths that distinguish them; the same folder must not be given twice."""
+    """Return the shortest distinct endings of the paths; the same folder must not be given twice."""
     parts = [folder.resolve().parts for folder in folders]
     if len(set(parts)) < len(parts):
         raise ConfigError("a folder was given twice; expected different ones")
@@ -104,7 +104,7 @@ def layers(folder: Path) -> list[dict[str, Any]]:
             "map": f"{spec.component}-{spec.projection}",
             "rows": spec.num_features,
             "dimension": spec.dim,
-            # The same draws before anything was learned: rows N(0, I).
+            # The same draws before learning: rows N(0, I).
             "identity": [figures_of(found) for found in spectra([FeatureMapSpec.of(each).build() for each in maps])],
             "heads": [figures_of(found) for found in spectra(maps)],
         }
@@ -132,13 +132,13 @@ def figures_of(head: torch.Tensor) -> dict[str, Any]:
         "maximum": float(found.max()),
         "mean": float(found.mean()),
         "effective_rank": effective_rank(found).tolist(),
-        # None is infinite, for a singular matrix.
+        # None means infinite, for a singular matrix.
         "condition": [None if low == 0 else high / low for high, low in found[:, [0, -1]].tolist()],
     }
 
 
 def seeds_of(figures: dict[str, Any]) -> dict[str, list[list[dict[str, Any]]]]:
-    """Return the layers of each model, once for every seed."""
+    """Return the layers of each model, once per seed."""
     return by_model({model["model"]: model["layers"] for model in figures["models"]})
 
 

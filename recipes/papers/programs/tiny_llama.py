@@ -9,7 +9,7 @@ every machine: sentences from the docstrings of Python's standard library, held 
 (snnk_peft/tasks/stdlib_docs.py); of --text, the last tenth is held out. The result is loaded in a fresh process, where
 it generates with a cache of constant size, next to the usual one that keeps all keys.
 
-`--output` receives bundle/ (loads with AutoModelForCausalLM), metrics.json and learning_curve.png beside the records of
+`--output` receives bundle/ (loads with AutoModelForCausalLM), metrics.json and learning_curve.png with the records of
 the run. A run killed at any moment continues with `--resume`; SIGTERM and Ctrl-C save first (exit codes 143, 130) and
 print the command that continues.
 """
@@ -45,7 +45,7 @@ from snnk_peft import AttentionPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError
 
 WINDOW, BATCH = 256, 16  # bytes, sequences per step
-HELD_OUT = 64  # windows that the loss is measured on
+HELD_OUT = 64  # windows to measure the loss on
 
 
 @dataclass
@@ -93,7 +93,7 @@ class TinyLlamaConfig:
 
 
 class TinyLlama(Experiment[TinyLlamaConfig]):
-    """Experiment whose layers all get linear attention before training, and whose weights are all trained."""
+    """Experiment that gives all layers linear attention before training, and trains all weights."""
 
     settings, program = TinyLlamaConfig, "papers/programs/tiny_llama.py"
     advice = "Try more features or another --component."
@@ -123,7 +123,7 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
         return make_optimizer(model, self.config.train, beta2=0.95)
 
     def schedule(self, per_epoch: int) -> Schedule:
-        """Return a warm-up, capped by a cosine that decays to a tenth; ten evaluations and one before training."""
+        """Return a warm-up, capped by a cosine that decays to a tenth; ten evaluations, and one before training."""
         steps, peak = self.config.train.steps, self.config.train.learning_rate
         rise = learning_rate("constant_with_warmup", peak, max(1, steps // 20), steps)
         fall = learning_rate("cosine_with_min_lr", peak, 0, steps, min_lr_rate=0.1)
@@ -137,12 +137,12 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
     def score(
         self, model: torch.nn.Module, splits: dict[str, ExampleSet], accelerator: Any, stopped: Callable[[], bool]
     ) -> dict[str, float] | None:
-        """Return the held-out loss; the best model has the smallest."""
+        """Return the held-out loss; lower is better."""
         bits = bits_per_byte(model, splits["held out"], HELD_OUT, BATCH, accelerator.device, stopped)
         return None if bits is None else {"score": -bits, "bits_per_byte": bits}
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """Write a plain transformers model, which a fresh process loads again to generate and to time."""
+        """Write a plain transformers model, which a fresh process reloads to generate and to time."""
         config, held_out = self.config, done.data.splits["held out"]
         small = bundle(done.model)
         write_folder(done.folder / "bundle", small.save_pretrained)
@@ -200,7 +200,7 @@ class TinyLlama(Experiment[TinyLlamaConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train, bundle, reload, measure; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Train, bundle, reload, measure; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="folder to write; must not exist, or see --overwrite")
     parser.add_argument("--overwrite", action="store_true", help="replace the results of an earlier run")
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare(arguments: argparse.Namespace) -> TinyLlama:
-    """Build the run that the options describe; a ConfigError with all faults that can be found before the work."""
+    """Build the run described by the options; a ConfigError lists all faults that can be found in advance."""
     train = LanguageTrain(
         steps=arguments.steps,
         seed=arguments.seed,

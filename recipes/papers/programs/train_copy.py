@@ -13,8 +13,9 @@ right, on unseen sequences. A near field that is wider than the distance between
 attention must find it by position with its features alone. With data.piece the second half is made of pieces of the
 first in any order, which must be found by their first tokens.
 
-Settings are `section.key=value`; `--help` lists them. output.dir receives metrics.json, learning_curve.png,
-checkpoints, and, of softmax attention, model/. A run killed at any moment continues with `--resume` and ends with the same weights, bit for bit.
+Settings are `section.key=value`; `--help` lists them. output.dir receives metrics.json, learning_curve.png, checkpoints
+and, for softmax attention, model/. A run killed at any moment continues with `--resume` and ends with the same weights,
+bit for bit.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from snnk_cli.files import write_folder
 from snnk_cli.launch import launch
 from snnk_cli.settings import RunOutput
 
-WIDTHS = ("n_inner", "intermediate_size")  # of the feed-forward blocks
-# By the name in transformers: the width of the feed-forward blocks, and what is to be 0.
+WIDTHS = ("n_inner", "intermediate_size")  # names of the feed-forward blocks' width
+# By the name in transformers: the width of the feed-forward blocks, and the settings that must be 0.
 LAYOUTS = {
     "gpt2": ("n_inner", "resid_pdrop", "embd_pdrop", "attn_pdrop"),
     "llama": ("intermediate_size",),
@@ -144,11 +145,11 @@ class TrainCopy(Training[CopyConfig]):
         accelerator: Any,
         stopped: Callable[[], bool],
     ) -> dict[str, float] | None:
-        """Return the shares of right tokens of the second copy, and of flawless second copies."""
+        """Return the shares of correct tokens in the second copy, and of flawless second copies."""
         return copy_scores(model, splits, self.config.train.eval_batch_size, accelerator, stopped)
 
     def report(self, done: Finished) -> dict[str, Any]:
-        """Write model/; return scores of the checkpoint that is best on validation, and the cost of a step."""
+        """Write model/; return scores of the checkpoint best on validation, and the cost of a step."""
         if isinstance(done.model, PreTrainedModel):
             write_folder(done.folder / "model", done.model.save_pretrained)
         return {
@@ -168,7 +169,7 @@ class TrainCopy(Training[CopyConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the decoder; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Train the decoder; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(TrainCopy, __doc__, argv)
 
 

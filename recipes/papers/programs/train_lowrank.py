@@ -71,7 +71,7 @@ class LowRankTraining(Training[LowRankConfig]):
             modality_of(self.task).check(base, self.reader, self.config.data)
         self.dense_parameters = sum(value.numel() for value in base.parameters())
         model, self.init_seconds = low_rank_model(base, self.config.method, self.config.train.seed, resumed)
-        # The factors of a resumed run are no longer those of its start.
+        # The factors of a resumed run are no longer its initial ones.
         self.init_errors = None if resumed else init_errors(model)
         return model
 
@@ -86,7 +86,7 @@ class LowRankTraining(Training[LowRankConfig]):
             "score": best["score"],
             "metrics": best["metrics"],
             "best_epoch": best["step"] / done.per_epoch,
-            "total_parameters": done.counts["trainable"],  # replaced dense layers are not in use
+            "total_parameters": done.counts["trainable"],  # replaced dense layers are unused
             "dense_parameters": self.dense_parameters,
             "init_seconds": self.init_seconds,
             # Error of the start against each dense layer's output; none for a dense network.
@@ -97,7 +97,7 @@ class LowRankTraining(Training[LowRankConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the network; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Train the network; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(LowRankTraining, __doc__, argv)
 
 

@@ -78,7 +78,7 @@ class LongRange(Training[LongRangeConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the encoder; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Train the encoder; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(LongRange, __doc__, argv)
 
 

@@ -13,7 +13,7 @@ held back; the test rows are scored once. A run killed at any moment continues w
 Settings are `section.key=value`; `--help` lists them.
 """
 
-# `option` returns a dataclasses.field, which is what a dataclass default may be.
+# `option` returns a dataclasses.field, which is a valid dataclass default.
 # ruff: noqa: RUF009
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class TrainMlp(Training[MlpConfig]):
         return Data(parts["train"], {"validation": parts["validation"]}, {"test": parts["test"]})
 
     def model(self, data: Data, accelerator: Any, resumed: bool) -> torch.nn.Module:
-        """Build a freshly initialised MLP; all of it is trained except the rows of the features."""
+        """Build a freshly initialised MLP; all of it is trained except the feature rows."""
         model, method = self.config.model, self.config.method
         given: dict[str, Any] = {"snnk": method.features} if method.kind == "snnk" else {}
         if method.kind == "low_rank":
@@ -163,7 +163,7 @@ class TrainMlp(Training[MlpConfig]):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train the MLP; returns the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
+    """Train the MLP; return the exit code (0 done, 1 diverged, 2 wrong input, 130 or 143 stopped)."""
     return launch(TrainMlp, __doc__, argv)
 
 

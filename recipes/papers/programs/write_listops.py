@@ -24,7 +24,7 @@ from snnk_peft.errors import ConfigError
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the files; returns 0 if done, 2 for wrong input."""
+    """Write the files; return 0 if done, 2 for wrong input."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="a new folder")
     parser.add_argument("--train", type=int, default=96000, help="training expressions (96000)")

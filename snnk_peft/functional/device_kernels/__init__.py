@@ -15,10 +15,10 @@
     def hadamard_transform(x: Tensor) -> Tensor:
         return transform(x.contiguous())
 
-Folders beside these files are imported by them alone: `triton_exponential/` by `cuda_exponential.py` and so on, and
+Folders next to these files are imported only by them: `triton_exponential/` by `cuda_exponential.py` and so on, and
 `triton_shared/` by these folders. All of them need Triton.
 
-What a kernel is given and must give is said by the docstring of the operation's torch form, which is also what it is
-tested against; what it may decline, by `backend.register_kernel`. Bundles that load with this package have these
-kernels; the code of a bundle, which runs without it, has the torch forms alone.
+A kernel's inputs and outputs are specified by the docstring of the operation's torch form, against which it is also
+tested; what it may decline, by `backend.register_kernel`. Bundles that load with this package have these
+kernels; the code of a bundle, which runs without it, has only the torch forms.
 """

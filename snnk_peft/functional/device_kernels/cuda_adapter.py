@@ -1,4 +1,4 @@
-"""The step of an adapter by Triton kernels, where Triton is installed."""
+"""An adapter step in Triton kernels, if Triton is installed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _serves(
         return False
     given = (x, x if residual is None else residual, matrix, low)
     known = low.dtype == form.dtype and all(t.dtype in DTYPES for t in given) and matrix.shape[-1] <= LARGEST
-    # LayerNorm(x), with which the gradient of W is multiplied, is nowhere kept.
+    # LayerNorm(x), a factor in the gradient of W, is not stored.
     return known and x.numel() > 0 and plain_call() and not (form.normalize and weight.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""Attention over positive exponential features by Triton kernels, where Triton is installed."""
+"""Attention over positive exponential features in Triton kernels, if Triton is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from snnk_peft.functional.log_linear import LogLinear, both_offsets
 
 LARGEST = 128  # features, and columns of keys and of values
 ROOM = {torch.bfloat16: 8192, torch.float16: 4096, torch.float32: 4096}  # features times columns: shared memory
-DECODES = takes_untried()  # a few new tokens in one launch
+DECODES = takes_untried()  # whether to process a few new tokens in one launch
 
 
 def key_means(
@@ -59,7 +59,7 @@ def causal_exponential_attention(
 
 
 def padded(size: int) -> int:
-    """Sizes of tiles are powers of two, of 16 or more."""
+    """Round up to a tile size, a power of two >= 16."""
     return max(16, next_power_of_two(size))
 
 
@@ -88,7 +88,7 @@ def _serves_attention(
 
 
 def register(device: str) -> None:
-    """The kernels of all three operations."""
+    """Register the kernels of all three operations."""
     register_kernel("key_means", device=device, serves=_serves_means, differentiable=True)(key_means)
     register_kernel("exponential_attention", device=device, serves=_serves_attention, differentiable=True)(
         exponential_attention

@@ -1,4 +1,4 @@
-"""Linear attention over features of any kind by Triton kernels, where Triton is installed."""
+"""Linear attention over features of any kind in Triton kernels, if Triton is installed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def causal_linear_attention(
 
 
 def _scales(k: Tensor, log_scale: Tensor | None) -> Tensor | None:
-    """(B, G, N) in fp32."""
+    """Return (B, G, N) in fp32."""
     return None if log_scale is None else log_scale.float().expand(*k.shape[:-1], 1).squeeze(-1)
 
 
@@ -76,7 +76,7 @@ def _serves_causal(
 
 
 def register(device: str) -> None:
-    """The kernels of both operations."""
+    """Register the kernels of both operations."""
     register_kernel("key_sums", device=device, serves=_serves_sums, differentiable=True)(key_sums)
     register_kernel("causal_linear_attention", device=device, serves=_serves_causal, differentiable=True)(
         causal_linear_attention

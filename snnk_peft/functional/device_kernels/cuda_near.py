@@ -1,4 +1,4 @@
-"""Attention in a band, with sinks and far keys, by Triton kernels, where Triton is installed."""
+"""Attention in a band, with sinks and far keys, in Triton kernels, if Triton is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from snnk_peft.functional.backend import register_kernel, takes_untried
 from snnk_peft.functional.near_field import Sinks, mean_over_all
 
 LARGEST = 128  # columns of keys and of values
-MOST_SINKS = 16  # they are one block
+MOST_SINKS = 16  # they form one block
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -24,7 +24,7 @@ _STEPS = 100
 @LOW_RANK_INITS.register("data")
 def data(problem: Problem) -> Solution:
     """Minimise the mean of ‖f(UVᵀx + b') − f(Wx + b)‖² over the inputs."""
-    assert problem.inputs is not None  # checked with all else
+    assert problem.inputs is not None  # checked with all other arguments
     start = _gaussian(problem)
     if isinstance(problem.inputs, InputMoments) or problem.nonlinearity is NONLINEARITIES["identity"]:
         return start

@@ -8,8 +8,8 @@ A layer with linear attention holds sums over all earlier keys (RecurrentLayer);
 its keys in an ordinary, growing layer. A forward pass outside `generate` uses the given cache, or creates a growing one
 if there is none.
 
-An attention function of transformers does not receive the cache, only the results of the cache's `update`: here the new
-keys and values alone, with the RecurrentLayer as an attribute of the keys. The function finds it there and calls it
+An attention function of transformers does not receive the cache, only the results of the cache's `update`: here just
+the new keys and values, with the RecurrentLayer as an attribute of the keys. The function finds it there and calls it
 with the currently active kernel, so neither hooks nor global state are needed. A model that does not pass the keys on
 unchanged is detected at the next step.
 """
@@ -43,7 +43,7 @@ class RecurrentCache(Cache):
 
     Args:
         model: from `get_snnk_model`, or a bundle. Linear layers are determined when the cache is created, which is
-            refused while adapters are disabled.
+            not possible while adapters are disabled.
 
     Raises:
         UnsupportedError: no layer of the model currently has linear attention.
@@ -97,7 +97,7 @@ class RecurrentByDefault:
 
     def __init__(self, model: Any):
         self.model = model
-        self.__signature__ = inspect.signature(model.prepare_inputs_for_generation)  # generate asks what it accepts
+        self.__signature__ = inspect.signature(model.prepare_inputs_for_generation)  # `generate` inspects its arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Prepare inputs as the model does, with a RecurrentCache in place of the cache created by `generate`."""
@@ -108,7 +108,7 @@ class RecurrentByDefault:
             if linear and kwargs.get("is_first_iteration"):
                 kwargs["past_key_values"] = RecurrentCache(self.model)
             else:
-                for index in linear:  # instead of one that drops what is outside of a window
+                for index in linear:  # instead of a layer that drops keys outside the window
                     cache.layers[index] = DynamicLayer()
         return type(self.model).prepare_inputs_for_generation(self.model, *args, **kwargs)
 
@@ -200,13 +200,13 @@ class RecurrentLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Register new tokens, which the attention function, finding this layer at the keys, adds to the sums.
+        """Register new tokens; the attention function finds this layer on the keys and adds the tokens to the sums.
 
         Returns:
             The same keys and values, not those of earlier tokens.
 
         Raises:
-            UnsupportedError: the tokens registered before never reached the attention function.
+            UnsupportedError: the previously registered tokens never reached the attention function.
         """
         if not self._attended:
             raise UnsupportedError(

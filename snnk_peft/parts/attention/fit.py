@@ -51,14 +51,14 @@ from snnk_peft.solvers.corrected import Solver, Target, fit_corrected, merged
 from snnk_peft.solvers.landmarks import SecondMoments
 from snnk_peft.solvers.reduce import ErrorMeter, same_everywhere
 
-TOKENS = 32_768  # kept of the fitted ones; of the held-out ones a quarter
+TOKENS = 32_768  # kept for fitting; a quarter as many are held out
 QUERIES = 6_000  # per key head, for the clusters
-TRIED = 6  # batches that choose τ
-MOST = 128  # queries of a sequence when weights are formed
+TRIED = 6  # batches used to choose τ
+MOST = 128  # queries per sequence for which weights are formed
 
 
 class AttentionFitter(Fitter):
-    """Fitter of one attention's maps to its softmax, and then of the output projection to the residual."""
+    """Fits the maps of one attention to its softmax, and then the output projection to the residual."""
 
     calls = True
 
@@ -72,8 +72,8 @@ class AttentionFitter(Fitter):
     ):
         self.kernel, self.readout, self.options = kernel, readout, options
         self.module: Any = place.original
-        self.longest = 0  # tokens of a text
-        kernel.fitted_length = None  # of an earlier fit
+        self.longest = 0  # in tokens
+        kernel.fitted_length = None  # left by an earlier fit
         fitted = [kernel] if readout is None else [kernel, readout]
         refuse_offloaded("the feature maps of an attention, or its output projection,", fitted)
         self.weight: torch.Tensor | None = None
@@ -109,7 +109,7 @@ class AttentionFitter(Fitter):
         for each in (self.kernel, self.readout):
             if each is not None:
                 same_everywhere(each)
-        size = unknowns = self.kernel.maps()[0].num_features  # as many centres as queries are the queries
+        size = unknowns = self.kernel.maps()[0].num_features  # if they equal the queries, so do the centres
         if self.readout is not None:
             unknowns = max(unknowns, self.readout.linear.in_features + 1)
         errors = before.value(), after.value()
@@ -255,5 +255,5 @@ class HeadsReader:
     def slot(self) -> ReadHeads:
         if self._slot is None:
             assert self._source is not None
-            self._slot, self._source = ReadHeads(self._source), None  # a copy of the model copies no original
+            self._slot, self._source = ReadHeads(self._source), None  # a copy of the model must not copy it
         return self._slot

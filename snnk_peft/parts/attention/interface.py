@@ -81,7 +81,7 @@ def padding_mask(
             "keys), True or 1 where a key counts. A mask per pair of tokens needs softmax attention"
         )
     mask = attention_mask[:, :end].bool()
-    if mask.shape[1] < end:  # keys that the mask does not speak of count
+    if mask.shape[1] < end:  # keys that the mask does not cover count
         mask = nn.functional.pad(mask, (0, end - mask.shape[1]), value=True)
     # Checking is free on a CPU, masking is not; an accelerator would synchronise, and a graph would bake in the result.
     return None if bidirectional and alike and takes_blocks(mask) and bool(mask.all()) else mask
@@ -115,7 +115,7 @@ def kernel_attention_forward(
             `cu_seq_lens_q` and `cu_seq_lens_k` give the ends of packed documents.
 
     Raises:
-        UnsupportedError: a mask, a band or a bias that linear attention does not support, or weights of too long an
+        UnsupportedError: a mask, a band or a bias that linear attention does not support, or weights for too long an
             input.
     """
     causal = bool(getattr(module, "is_causal", False)) if is_causal is None else is_causal
@@ -138,7 +138,7 @@ def kernel_attention_forward(
         refuse_narrow_band(module, kernel.near_field, window, seen)
         if causal and attention_mask is None and documents is None:
             refuse_restarts(kwargs.get("position_ids"))
-        if causal and documents is None and isinstance(kernel, KernelAttention):  # what listens has softmax
+        if causal and documents is None and isinstance(kernel, KernelAttention):  # recorders compute softmax
             kernel.check_length(seen, attention_mask)
     if documents is not None and (weights_wanted or recurrent is not None):
         raise UnsupportedError(

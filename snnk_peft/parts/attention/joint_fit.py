@@ -27,7 +27,7 @@ from snnk_peft.solvers.joint_centroids import (
     joint_output_error,
 )
 
-PAIRS = 1 << 21  # weights of one batch that are formed at a time, over all heads
+PAIRS = 1 << 21  # weights formed at a time for one batch, over all heads
 
 
 def most_queries(scores: NearScores) -> int:
@@ -41,7 +41,7 @@ class JointFitter(AttentionFitter):
 
     @property
     def room(self) -> int | None:
-        """The longest sequence that the model supports, if its attention knows."""
+        """The longest sequence that the model supports, if its attention knows it."""
         config = getattr(self.module, "config", None)
         return getattr(config, "max_position_embeddings", None)
 

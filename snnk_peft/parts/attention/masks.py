@@ -35,7 +35,7 @@ from snnk_peft.errors import UnsupportedError
 from snnk_peft.functional.backend import exporting
 
 CONSECUTIVE = "snnk_consecutive"  # attribute of position_ids: the version of them that does not restart
-NUMBERS = torch.int32  # of documents in a mask; padding is bool, and masks that are neither are not from padding_mask
+NUMBERS = torch.int32  # dtype of document numbers in a mask; padding is bool, all else is not from padding_mask
 
 
 class MaskPattern(NamedTuple):
@@ -59,7 +59,7 @@ def _code(function: Callable[..., Any]) -> Any:
 ALL_OF = _code(and_masks())
 REMAPPED = _code(remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)))
 PACKED = _code(packed_sequence_mask_function(torch.empty(0)))
-# The attention function gets the width of the band in addition to the mask, and respects it (interface.py).
+# The attention function receives the width of the band in addition to the mask, and respects it (interface.py).
 BANDS = {_code(sliding_window_overlay(1)), _code(sliding_window_bidirectional_overlay(1))}
 
 
@@ -68,7 +68,7 @@ def read_mask_function(function: Callable[..., Any] | None, *, may_be_packed: bo
 
     Args:
         function: the one given to the mask interface.
-        may_be_packed: whether it may hold documents: there is neither an attention mask nor a cache.
+        may_be_packed: whether it may hold documents, i.e. there is neither an attention mask nor a cache.
 
     Raises:
         UnsupportedError: it contains a part that linear attention does not support, or that is unknown.
@@ -232,7 +232,7 @@ def refuse_restarts(position_ids: Tensor | None) -> None:
         return
     version = None if position_ids.is_inference() else position_ids._version
     if version is not None and getattr(position_ids, CONSECUTIVE, None) == version:
-        return  # the layer before has asked; asking waits for the accelerator
+        return  # an earlier layer has checked; checking waits for the accelerator
     if (position_ids.diff(dim=-1) != 1).any():
         raise UnsupportedError(
             "position_ids restart within a row, as in packed documents, while a cache is in use: transformers does not "

@@ -33,7 +33,7 @@ from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, resolve
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import did_you_mean
 
-DEFAULT_ROWS = 64  # of linear attention, where nothing is said
+DEFAULT_ROWS = 64  # of linear attention, unless specified
 
 # Options allowed in the entries of `AttentionPart.sum_of`.
 TERM_FIELDS = ["component", "projection", "num_features", "component_params", "projection_params"]
@@ -55,7 +55,7 @@ class AttentionPart(FeaturePart):
     """
 
     attends: ClassVar[bool] = True
-    disables_exactly: ClassVar[bool] = False  # softmax comes from another function then
+    disables_exactly: ClassVar[bool] = False  # softmax is then computed by another function
 
     component: str = option("posrf", "the function f in the features f(Wx), a name in `COMPONENTS`.", checked=False)
     num_features: int | None = option(  # type: ignore[assignment]
@@ -330,7 +330,7 @@ def _attend(
             apart = [repeats * head + query for head in linear for query in range(repeats)]
         names = [f"{site}.{head}" for head in apart] if own.per_head or own.of_attention else [site]
         sized = dataclasses.replace(own, num_features=_rows(own, dim))
-        # Separate key maps start as the same draw, and redraws stay the same for both: same site names.
+        # Separate key maps start from the same draw and share all redraws, since their site names are the same.
         queries, keys = (context.feature_maps(sized, dim, names) for _ in range(2))
         terms.append(AttentionTerm(queries, keys if own.separate_maps or own.of_attention else None))
     near = {"near_field": part.near_field, "joint": part.joint, "sinks": part.sinks}

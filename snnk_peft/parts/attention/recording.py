@@ -30,7 +30,7 @@ class Recorded(NamedTuple):
         causal: whether a query sees only keys at or before it.
         scaling: factor on q·k.
         positions: (B or 1, L), positions of the tokens, or None for 0, 1, ...
-        given: weights of the tokens and the missing part behind the output projection, rows as in `rows`; or None.
+        given: weights of the tokens and the missing part after the output projection, with rows as in `rows`; or None.
     """
 
     q: torch.Tensor
@@ -143,7 +143,7 @@ class Observer:
 
     def __init__(self, path: str, module: nn.Module, kernel: KernelAttention, loss: str):
         self.path, self.module, self.kernel, self.loss = path, module, kernel, loss
-        self.near_field = kernel.near_field  # the attention function asks for it
+        self.near_field = kernel.near_field  # the attention function reads it
         self.fitting = False
         self.clear()
 

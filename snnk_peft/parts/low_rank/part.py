@@ -214,7 +214,7 @@ class LowRankPart(Part):
         for layer in (layers[index] for index in chosen):
             ffn = {f"{layer}.{family.ffn_in}", f"{layer}.{family.ffn_out}"}
             if self.targets == "ffn":
-                if family.gated:  # the expansion that is multiplied stands beside the one that is named
+                if family.gated:  # the multiplied expansion is next to the named one
                     within = f"{layer}.{family.ffn_in.rpartition('.')[0]}."
                     ffn |= {path for path, m in present.items() if path.startswith(within) and _is_linear(m)}
                 plain = family.activation is not None and not family.gated

@@ -35,7 +35,7 @@ from snnk_peft.solvers.reduce import ErrorMeter, relative_error
 
 Activation = str | Callable[[Tensor], Tensor]
 Solution = tuple[Tensor, Tensor, Tensor | None]  # U, V, bias; fp64
-FLOOR = 1e-6  # of the mean variance
+FLOOR = 1e-6  # relative to the mean variance
 
 
 class LowRankSlot(Slot):
@@ -67,7 +67,7 @@ class LowRankSlot(Slot):
 
 
 class LowRankFitter(Fitter):
-    """Fitter of factors and bias to real inputs (patches for a convolution), of which mean and covariance are kept.
+    """Fits factors and bias to the mean and covariance of real inputs (patches for a convolution).
 
     The best linear layer for these moments has a closed form, except for kernels split into k × 1 and 1 × k. If an
     activation follows, the layer that is best after it for Gaussian inputs of these moments is tried as well, and
@@ -85,7 +85,7 @@ class LowRankFitter(Fitter):
         with at_hand(dense):
             self.weight = dense.weight.detach().flatten(1).double()
             self.bias = None if dense.bias is None else dense.bias.detach().double()
-        self.whole = len(layer.U) == len(self.weight)  # rows of U Vᵀ are outputs, and not parts of them
+        self.whole = len(layer.U) == len(self.weight)  # rows of U Vᵀ are whole outputs
         if self.whole and isinstance(layer, LowRankLinear):
             self.counted = place.path
 
@@ -133,7 +133,7 @@ class LowRankFitter(Fitter):
         return Fit(self.layer.rank, tokens, held_out, None, before, after, unknowns=self.layer.rank + 1)
 
     def _fit_judged(self, data: Tokens, metric: Tensor) -> Fit:
-        """Fit to the moments of the inputs and of the missing part of the stream behind the layer."""
+        """Fit to the moments of the inputs and of the missing part of the stream after the layer."""
         out, columns = self.weight.shape
         train, test = SecondMoments(columns + out), SecondMoments(columns + out)
         for is_test, read in data:

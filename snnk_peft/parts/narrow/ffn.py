@@ -1,4 +1,4 @@
-"""FFN blocks with fewer hidden units, plain or gated (SwiGLU, GeGLU): some are kept, the contraction is corrected.
+"""FFN blocks with fewer hidden units, plain or gated (SwiGLU, GeGLU): some are kept, and the contraction is corrected.
 
 W₂ (f(W x) ⊙ V x) + b      becomes      A (f(W_S x) ⊙ V_S x) + a        (without V x in a plain FFN)
 """
@@ -27,8 +27,8 @@ from snnk_peft.solvers.landmarks import SecondMoments
 from snnk_peft.solvers.narrow import RULES, narrow_units
 from snnk_peft.solvers.reduce import ErrorMeter, TokenSample, same_everywhere
 
-TOKENS = 16_384  # of a sample of inputs; of held-out ones a quarter
-ROWS = 1024  # that are looked at together
+TOKENS = 16_384  # in a sample of inputs; a quarter as many are held out
+ROWS = 1024  # processed at a time
 
 
 @PARTS.register("narrow_ffn")
@@ -277,13 +277,13 @@ class UnitsFitter(Fitter):
             rule=block.rule,
             ridges=options.ridges,
             intercept=contraction.bias is not None,
-            refit=options.refit and not options.steps,  # held-out tokens are to tell whether steps help
+            refit=options.refit and not options.steps,  # held-out tokens must show whether steps help
             metric=self.metric,
         )
         bias = None if contraction.bias is None or fit.offset is None else contraction.bias + fit.offset.cpu()
         block.take(sources, fit.kept.cpu(), fit.weight, bias)
         error = self._descend(*(each.reduced() for each in samples)) if options.steps else None
-        for slot in block.slots:  # all but the first stand elsewhere than the slot that `calibrate` fits
+        for slot in block.slots:  # `calibrate` fits the first; the others are elsewhere
             same_everywhere(slot)
         unknowns = block.size + (contraction.bias is not None)
         error = fit.error if error is None else error
@@ -305,7 +305,7 @@ class UnitsFitter(Fitter):
     def _descend(self, fitted: torch.Tensor, held_out: torch.Tensor) -> float | None:
         """Train all matrices; return the error afterwards, or None if they are left unchanged.
 
-        Rows are inputs and, with a metric, the missing part of the stream behind the contraction.
+        Rows are inputs and, with a metric, the missing part of the stream after the contraction.
         """
         own = [dict(slot.linear.named_parameters()) for slot in self.block.slots]
         dim = OneMatrix(self.modules[0]).weight.shape[1]

@@ -21,7 +21,7 @@ from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, layers_faults, resolve_layers, shares_of
 from snnk_peft.parts.narrow.heads_slots import FittedHeads, NarrowHeads
 
-NORM = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")  # what a norm of queries or keys is called
+NORM = re.compile(r"(q|k|qk|query|key)_?(layer_?)?norm")  # names of norms of queries or keys
 
 
 @PARTS.register("narrow_heads")

@@ -107,8 +107,8 @@ class NarrowHeads(Slot):
         super().__init__()
         query, key, value, out = sources
         dim = query.out_features // heads
-        # A bias of the keys adds the same to all logits of a query, to which softmax is invariant. One of the values is
-        # averaged with weights that sum to 1, and moves behind the output.
+        # A key bias adds the same to all logits of a query, to which softmax is invariant. A value bias is
+        # averaged with weights that sum to 1, so it can be added after the output.
         self.four: tuple[NarrowProjection | NarrowReader, ...] = (
             NarrowProjection(query.in_features, heads, size, dim, query.bias is not None),
             NarrowProjection(key.in_features, heads, size, dim, False),
@@ -117,7 +117,7 @@ class NarrowHeads(Slot):
         )
         self.paths, self.attention, self.heads, self.size = paths, attention, heads, size
         if self.four[0].linear.weight.is_meta:
-            return  # sizes alone are wanted
+            return  # only the sizes are needed
         matrices = [OneMatrix(linear) for linear in sources]
         if not any(matrix.weight.is_meta for matrix in matrices):
             self._start(*matrices)
@@ -207,9 +207,9 @@ class HeadsFitter(Fitter):
             weight, bias = Solver(moments, features)(target.at(fit.strength), fit.ridge)
         slot.keep_values(value, kept)
         assert bias is not None
-        # It was fitted to values with their bias.
+        # The output was fitted to values including their bias.
         slot.four[3].take(weight, bias + weight @ columns @ value.full_bias().to(weight))
-        for each in slot.four:  # they stand elsewhere than the slot that `calibrate` fits
+        for each in slot.four:  # not part of the slot that `calibrate` fits
             same_everywhere(each)
         unknowns = slot.heads * slot.size + 1
         return Fit(slot.size, train.count, test.count, fit.ridge, before, fit.error, unknowns=unknowns)

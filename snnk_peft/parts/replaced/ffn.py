@@ -18,7 +18,7 @@ from snnk_peft.parts import PARTS
 from snnk_peft.parts.base import Part, Patch, PatchContext, resolve_layers, shares_of
 from snnk_peft.parts.replaced.slots import Bypass, Replace, ReplacingPart
 
-TRIED = (1 / 48, 1 / 16, 1 / 6, 1 / 3)  # of the hidden units, by `plan`
+TRIED = (1 / 48, 1 / 16, 1 / 6, 1 / 3)  # shares of the hidden units that `plan` tries
 
 
 @PARTS.register("ffn")

@@ -33,9 +33,9 @@ from snnk_peft.solvers.landmarks import SecondMoments, choose_landmarks
 from snnk_peft.solvers.reduce import ErrorMeter, TokenSample, same_everywhere
 from snnk_peft.solvers.ridge import GramAccumulator, RidgeFit, fit_ridge
 
-TOKENS = 16_384  # of a sample; of held-out ones a quarter
-ROWS = 512  # that are looked at together
-SINGULAR = 1e-12  # of the contraction's squared size: directions below do not come out of it
+TOKENS = 16_384  # in a sample; a quarter as many are held out
+ROWS = 512  # processed at a time
+SINGULAR = 1e-12  # relative to the contraction's squared size; weaker directions do not pass through it
 
 
 class ReplacedFitter(Fitter):
@@ -154,7 +154,7 @@ class ReplacedFitter(Fitter):
 
     @property
     def _width(self) -> int:
-        """Width of the missing part behind the contraction; 0 without a metric."""
+        """Width of the missing part after the contraction; 0 without a metric."""
         return 0 if self.metric is None else len(self.metric)
 
     def _moments(self) -> Any:
@@ -229,7 +229,7 @@ class ReplacedFitter(Fitter):
         fit = fit_corrected(train, test, features, target, metric, options.ridges)
         solver = Solver(merged(train, test) if options.refit else train, features)
         wanted, offset = solver(target.at(fit.strength), fit.ridge)
-        # The best guess at the hidden units; and of what their contraction gives, what that misses.
+        # The best estimate of the hidden units, plus a correction for the error that remains after the contraction.
         guess = nn.functional.pad(torch.eye(units), (start, len(train.mean) - start - units)).to(train.mean)
         weight, bias = solver(guess, fit.ridge)
         assert offset is not None
@@ -300,7 +300,7 @@ class ReplacedFitter(Fitter):
         """Train the rows and solve for the readout again; undo this unless the error falls."""
         layer = self.layer
         old = {name: value.clone() for name, value in layer.state_dict().items()}
-        # Everything behind the contraction: fewer values than hidden units, and the relevant error.
+        # Everything after the contraction: fewer values than hidden units, and the relevant error.
         readout = self._judged(self._behind(layer.A.T)).T, self._judged(self._behind(layer.bias))
         wanted = [part.target(self._behind(self.target(part.inputs))) for part in fitted.split(ROWS)]
         targets = self._judged(torch.cat(wanted))

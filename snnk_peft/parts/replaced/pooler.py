@@ -134,7 +134,7 @@ class NewPooler(Replace):
         return base(self.layer(x))
 
     def fitter(self, place: FitPlace, options: FitOptions) -> Fitter:
-        """Return the fitter: ridge regression of x itself on its features, with errors measured behind the head."""
+        """Return the fitter: ridge regression of x itself on its features, with errors measured after the head."""
         return NewPoolerFitter(self.layer, self.activation, self.following, place, options)
 
     def fold(self, place: FoldPlace) -> None:
@@ -177,13 +177,13 @@ def _insert(context: PatchContext, part: PoolerPart, path: str, dim: int, alone:
     mean, std = _input_statistics(context, dim)
     whitening: dict[str, Any] = {} if mean is None or std is None else {"shift": mean, "inverse_std": 1 / std}
     stage = context.stage(part, dim, site, scale=dim**-0.5, **whitening)
-    dense = nn.Linear(dim, dim, bias=False, device="meta")  # x itself; the paper's start wants a W, here a random one
+    dense = nn.Linear(dim, dim, bias=False, device="meta")  # x itself; the paper's init needs a W, here a random one
     start = normal_numbers(dim, dim, generator=generator) * dim**-0.5 if part.init == "paper" else torch.eye(dim)
     dense.weight = nn.Parameter(start, requires_grad=False)
     layer = SNNKLinear.from_linear(
         dense, nn.Identity(), stage, init=part.init, generator=generator, input_mean=mean, input_std=std
     )
-    stage.normalize = not whitening  # what was fitted to standard normal inputs then gets inputs of that size
+    stage.normalize = not whitening  # the readout was fitted to standard normal inputs
     return NewPooler(layer, path, alone)
 
 

@@ -1,4 +1,4 @@
-"""An adapter's step in Triton: one launch forward, two backward.
+"""An adapter step in Triton: one launch forward, two backward.
 
-`kernels.py` computes, `launches.py` takes tensors, `step.py` has the gradients.
+`kernels.py` computes, `launches.py` accepts tensors, `step.py` has the gradients.
 """

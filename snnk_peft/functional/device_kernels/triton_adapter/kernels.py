@@ -1,6 +1,6 @@
 """r + β (f(z) − γ c) Mᵀ with z = α x̂ Wᵀ + b, and its gradients; see functional/adapter_sum.py.
 
-A program has C tokens and goes through their columns in blocks of K. z and its moments stay in fp32; operands of
+A program handles C tokens and loops over their columns in blocks of K. z and its moments stay in fp32; operands of
 products are rounded to T. With dx̂ = α dz W, LayerNorm's backward pass needs no further pass over the columns:
 
     Σ_k dx̂_k = α Σ_r dz_r Σ_k W_rk        Σ_k dx̂_k x̂_k = Σ_r dz_r (z_r − b_r)
@@ -21,7 +21,7 @@ KNOWN = ("relu", "gelu", "elu")
 
 @triton.jit
 def block(P, row, column, rows, width, R: tl.constexpr, K: tl.constexpr):
-    """(R, K) of a (rows, width) matrix without gaps; 0 beyond its ends."""
+    """Load (R, K) of a contiguous (rows, width) matrix; 0 beyond its ends."""
     r, c = row + tl.arange(0, R), column + tl.arange(0, K)
     inside = (r < rows)[:, None] & (c < width)[None, :]
     return tl.load(P + r.to(tl.int64)[:, None] * width + c[None, :], mask=inside, other=0.0)
@@ -37,7 +37,7 @@ def put(P, row, column, rows, width, x, R: tl.constexpr, K: tl.constexpr):
 
 @triton.jit
 def function(z, F: tl.constexpr):
-    """f(z); NaN stays NaN."""
+    """Compute f(z); NaN stays NaN."""
     if F == "relu":
         return tl.where(z < 0, 0.0, z)
     if F == "gelu":
@@ -47,7 +47,7 @@ def function(z, F: tl.constexpr):
 
 @triton.jit
 def slope(z, F: tl.constexpr):
-    """The derivative f′(z)."""
+    """Compute the derivative f′(z)."""
     if F == "relu":
         return tl.where(z > 0, 1.0, 0.0)
     if F == "gelu":
@@ -61,7 +61,7 @@ def forward_pass(
     m: tl.constexpr, M: tl.constexpr, K: tl.constexpr, C: tl.constexpr, T: tl.constexpr, F: tl.constexpr,
     NORMALIZE: tl.constexpr, BIAS: tl.constexpr, CENTRED: tl.constexpr,
 ):  # fmt: skip
-    """BIAS, CENTRED: whether B and CENTRES are there."""
+    """BIAS, CENTRED: whether B and CENTRES are given."""
     row, c = tl.program_id(0) * C, tl.arange(0, K)
     mean, rstd = tl.zeros([C], tl.float32), tl.zeros([C], tl.float32)
     if NORMALIZE:
@@ -76,7 +76,7 @@ def forward_pass(
     for k in range(0, dim, K):
         x = block(X, row, k, n, dim, C, K).to(tl.float32)
         if NORMALIZE:
-            x = (x - mean[:, None]) * rstd[:, None]  # beyond dim W is 0
+            x = (x - mean[:, None]) * rstd[:, None]  # W is 0 beyond dim
         z += dot(x, tl.trans(block(W, 0, k, m, dim, M, K).to(tl.float32)), T)
     z = z * scale
     if BIAS:
@@ -101,7 +101,7 @@ def backward_pass(
     m: tl.constexpr, M: tl.constexpr, K: tl.constexpr, C: tl.constexpr, T: tl.constexpr, F: tl.constexpr,
     NORMALIZE: tl.constexpr, BIAS: tl.constexpr, ADDS: tl.constexpr, OF_X: tl.constexpr, OF_Z: tl.constexpr,
 ):  # fmt: skip
-    """dx, if OF_X, to which the gradient of r is added if ADDS; dz, if OF_Z."""
+    """Compute dx if OF_X, plus the gradient of r if ADDS; dz if OF_Z."""
     row = tl.program_id(0) * C
     dz = tl.zeros([C, M], tl.float32)
     for k in range(0, out, K):
@@ -138,7 +138,7 @@ def product_pass(
     A, B, OUT, n, width, factor, size,
     m: tl.constexpr, M: tl.constexpr, K: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """factor · Aᵀ B over tokens size·p to size·(p + 1) for part p; A (n, width), B (n, m) -> (parts, width, m)."""
+    """Form factor · Aᵀ B for tokens size·p to size·(p + 1) of part p; A (n, width), B (n, m) -> (parts, width, m)."""
     column, part = tl.program_id(0) * K, tl.program_id(1)
     found = tl.zeros([K, M], tl.float32)
     for t in range(part * size, tl.minimum(part * size + size, n), C):

@@ -1,6 +1,6 @@
 """The launches: tensors in, new tensors out, no gradients.
 
-Shapes: x and g (tokens, dim or out), r (tokens, out), W (m, dim), b and c (m,), M (out, m), none with gaps.
+Shapes: x and g (tokens, dim or out), r (tokens, out), W (m, dim), b and c (m,), M (out, m), all contiguous.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from snnk_peft.functional.adapter_sum import AdapterForm
 from snnk_peft.functional.device_kernels.triton_adapter import kernels
 from snnk_peft.functional.device_kernels.triton_shared.launching import cdiv, empty, operand, padded, start
 
-COLUMNS = 64  # of a block
-FEWEST, MOST_PARTS = 512, 16  # tokens of a part of a product over tokens, and how many parts there are
+COLUMNS = 64  # per block
+FEWEST, MOST_PARTS = 512, 16  # minimum tokens per part and maximum number of parts of a product over tokens
 
 
 def _sizes(m: int, dtype: torch.dtype, tokens: int) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def forward(
     x: Tensor, residual: Tensor, low: Tensor, bias: Tensor | None, centres: Tensor | None, matrix: Tensor,
     form: AdapterForm,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sum (tokens, out); z in fp32, features; mean and 1/deviation of x, which are empty where it is as it is."""
+    """Return the sum (tokens, out); z in fp32, features; mean and 1/deviation of x, empty if not normalised."""
     (n, dim), (out, m) = x.shape, matrix.shape
     found, z, features = torch.empty_like(residual), empty(x, n, m), empty(x, n, m, dtype=low.dtype)
     mean, rstd = (empty(x, n if form.normalize else 0) for _ in range(2))
@@ -52,7 +52,7 @@ def backward(
     g: Tensor, x: Tensor, low: Tensor, bias: Tensor | None, matrix: Tensor, z: Tensor, mean: Tensor, rstd: Tensor,
     form: AdapterForm, adds: bool, of_x: bool, of_z: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """dx, with g on top if `adds`, and dz; empty: not asked for."""
+    """Return dx, plus g if `adds`, and dz; empty if not requested."""
     (n, dim), (out, m) = x.shape, matrix.shape
     dx = torch.empty_like(x) if of_x else empty(x, 0)
     dz = empty(x, *((n, m) if of_z else (0,)))
@@ -67,7 +67,7 @@ def backward(
 
 
 def product(a: Tensor, b: Tensor, factor: float, operands: torch.dtype) -> Tensor:
-    """factor · aᵀ b in fp32: (tokens, width), (tokens, m) -> (width, m)."""
+    """Compute factor · aᵀ b in fp32: (tokens, width), (tokens, m) -> (width, m)."""
     (n, width), m = a.shape, b.shape[-1]
     parts = min(max(n // FEWEST, 1), MOST_PARTS)
     found, sizes = empty(a, parts, width, m), _sizes(m, operands, n)

@@ -1,4 +1,4 @@
-"""The step of an adapter with its gradients."""
+"""An adapter step with its gradients."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from snnk_peft.functional.device_kernels.triton_shared.operating import differen
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(..., columns) as a matrix without gaps."""
+    """Return (..., columns) as a contiguous matrix."""
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 class Step(torch.autograd.Function):
-    """`adapter_sum` of one component."""
+    """Compute `adapter_sum` for one component."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor, low: Tensor, bias: Tensor | None,
         centres: Tensor | None, matrix: Tensor, form: AdapterForm,
     ) -> Tensor:  # fmt: skip
-        """Launch the forward kernel; returns (tokens, out)."""
+        """Launch the forward kernel; return (tokens, out)."""
         flat = _rows(x)
         added = flat if residual is None else _rows(residual)
         low = low.contiguous()
@@ -37,7 +37,7 @@ class Step(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients for x, r, W, b and M."""
+        """Return the gradients for x, r, W, b and M."""
         x, residual, weight, low, bias, centres, matrix, z, features, mean, rstd = ctx.saved_tensors
         form, needs = ctx.form, ctx.needs_input_grad
         if torch.is_grad_enabled():

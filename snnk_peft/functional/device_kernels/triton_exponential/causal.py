@@ -1,14 +1,14 @@
-"""Causal attention, chunk by chunk: a program per part of the sequence and head carries the sums of the keys before.
+"""Causal attention, chunk by chunk: a program per part of the sequence and head carries the sums of earlier keys.
 
 Within a chunk one scale u per feature, the largest key so far or in the chunk: out = num / den with φ = 2^{a + u − A},
-ψ = 2^{b − u}, all <= 1. A row whose keys vanish beside later ones of its chunk shows it by den < 2^-60; then the chunk
-is done again pair by pair, in the kernel, with no word to the host. Backward, with P_ij = Σ_r e^{a_ir + b_jr − lse_i},
+ψ = 2^{b − u}, all <= 1. A row whose keys vanish next to later ones of its chunk has den < 2^-60; then the chunk
+is recomputed pair by pair, in the kernel, without the host. Backward, with P_ij = Σ_r e^{a_ir + b_jr − lse_i},
 dP_ij = g_i·v_j − δ_i and δ_i = g_i·out_i − ∂lse_i:
 
     ∂a_ir = Σ_{j<=i} e^{a_ir + b_jr − lse_i} dP_ij      ∂b_jr = the same over i >= j      ∂v_j = Σ_{i>=j} P_ij g_i
 
-so keys see later queries through Σ_i e^{a_ir − lse_i} [g_i, δ_i]: sums as those of keys, from the other end
-(`key_sums.py`). Every exponential is at most 1, but for 2^{A − lse} <= 2^60.
+so keys see later queries through Σ_i e^{a_ir − lse_i} [g_i, δ_i]: sums like those of keys, from the other end
+(`key_sums.py`). Every exponential is at most 1, except 2^{A − lse} <= 2^60.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
@@ -38,7 +38,7 @@ from snnk_peft.functional.device_kernels.triton_shared.tiles import (
 
 @triton.jit
 def sums_at(SUMS, n, part, parts, count, m: tl.constexpr, M: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr):
-    """top, z and s of one part; see `key_sums.py`."""
+    """Load top, z and s of one part; see `key_sums.py`."""
     at, r = n * parts + part, tl.arange(0, M)
     top = tl.load(SUMS + at * m + r, mask=r < m, other=NONE)
     z = tl.load(SUMS + count + at * m + r, mask=r < m, other=0.0)
@@ -47,13 +47,13 @@ def sums_at(SUMS, n, part, parts, count, m: tl.constexpr, M: tl.constexpr, D: tl
 
 @triton.jit
 def lower(C: tl.constexpr):
-    """j <= i, (C, C)."""
+    """Return j <= i, (C, C)."""
     return tl.arange(0, C)[:, None] >= tl.arange(0, C)[None, :]
 
 
 @triton.jit
 def scaled(a, b, top):
-    """φ, A and ψ at the scale u = max(top, largest of the chunk), and u."""
+    """Compute φ, A and ψ at the scale u = max(top, largest of the chunk), and u."""
     u = tl.maximum(top, tl.max(b, 0))
     e = a + u[None, :]
     A = tl.max(e, 1)[:, None]
@@ -62,19 +62,19 @@ def scaled(a, b, top):
 
 @triton.jit
 def row_of(x, i, C: tl.constexpr):
-    """Row i of x (C, m)."""
+    """Return row i of x (C, m)."""
     return tl.sum(tl.where(tl.arange(0, C)[:, None] == i, x, 0.0), 0)
 
 
 @triton.jit
 def column_of(x, j, C: tl.constexpr):
-    """Column j of x (m, C)."""
+    """Return column j of x (m, C)."""
     return tl.sum(tl.where(tl.arange(0, C)[None, :] == j, x, 0.0), 1)
 
 
 @triton.jit
 def by_pairs(a, b, v, top, z, s, T: tl.constexpr, C: tl.constexpr):
-    """Numerators, denominators and log2 of their scale, exact whatever the keys."""
+    """Compute numerators, denominators and log2 of their scale, exact for any keys."""
     e = a + top[None, :]
     A = tl.max(e, 1)[:, None]
     phi = tl.exp2(e - A)
@@ -125,7 +125,7 @@ def forward_pass(
         first = tl.minimum(tl.min(tl.where(counts, i, C), 0), tl.min(tl.where(top > NONE / 2, 0, C), 0))
         seen = ((i >= first) & (row + i < L))[:, None]
         if tl.min(tl.where(seen, den, 1.0)) < tl.exp2(-LEAST):
-            # Everything is made again from what lies in memory: what waited here would fill the registers.
+            # Recompute everything from memory: keeping values here would fill the registers.
             a = logarithms(tile(Q, row, L, ql, d, Dk, C), high, low, T) + off[None, :]
             logs = key_logarithms(tile(K, row, L, kl, d, Dk, C), key_high, key_low, counts, square, m, M, T)
             num, den, A = by_pairs(a, logs, tile(V, row, L, vl, D, Dv, C), top, z, s, T, C)
@@ -144,7 +144,7 @@ def query_back(
     m: tl.constexpr, M: tl.constexpr, d: tl.constexpr, Dk: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
     C: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, WEIGHED: tl.constexpr,
 ):  # fmt: skip
-    """WEIGHED: lse has a gradient GLSE. Written: DELTA (B·H, L), contiguous DQ, DOFF (B·H, parts, m), DW (…, d)."""
+    """WEIGHED: lse has a gradient GLSE. Writes DELTA (B·H, L), contiguous DQ, DOFF (B·H, parts, m), DW (…, d)."""
     bh, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h, n = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), (bh // rep).to(tl.int64)
     g, bh = h // rep, bh.to(tl.int64)

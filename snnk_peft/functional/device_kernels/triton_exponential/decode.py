@@ -1,8 +1,8 @@
-"""A few new tokens after a state, as in generation: one launch, in which every query head goes from token to token.
+"""A few new tokens after a state, as in generation: one launch, in which every query head loops over the tokens.
 
     log Z' = logaddexp(log Z, b)      M' = M + e^{b − log Z'} (v − M)      out = softmax_r(a + c + log Z') M'
 
-Sums are fp32 without matrix units, which one row would leave idle. The new state lies in memory of its own; of the
+Sums are fp32 without matrix units, which one row would leave idle. The new state has its own memory; of the
 query heads that share a key head, each computes it and the first writes it. There are no gradients.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
@@ -18,7 +18,7 @@ from snnk_peft.functional.device_kernels.triton_exponential.launches import of_h
 from snnk_peft.functional.device_kernels.triton_shared.launching import dense, dimensions, empty, start, strides
 from snnk_peft.functional.device_kernels.triton_shared.tiles import ABSENT, LOG2E, NONE, bias_of, put, tile
 
-FEW = 8  # tokens: after each other they take less time than the three launches of many
+FEW = 8  # tokens: one after another they take less time than the three launches for many
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def few_tokens(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, key_offset: Tensor,
     square: float, mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None, weighed: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Outputs, with logarithms of the denominators as a last column if `weighed`, and M and log Z after the tokens."""
+    """Return outputs, with log denominators as a last column if `weighed`, and M and log Z after the tokens."""
     q, k, v = dense(q), dense(k), dense(v)
     rows, offset, key_rows, key_offset = whole(rows), whole(offset), whole(key_rows), whole(key_offset)
     (B, H, L, d), (_, G, _, D), m = q.shape, v.shape, rows.shape[-2]
@@ -93,7 +93,7 @@ def few_tokens(
     return out, behind, behind_weight
 
 
-# Defined without torch.library.custom_op, whose wrapper takes as long again as all else that a step asks of the host.
+# Defined without torch.library.custom_op, whose wrapper takes as long as all other host work of a step.
 LIBRARY = torch.library.Library("snnk_peft", "FRAGMENT")
 LIBRARY.define(
     "exponential_few_tokens(Tensor q, Tensor k, Tensor v, Tensor rows, Tensor offset, Tensor key_rows, "

@@ -4,7 +4,7 @@
     combine    of all parts: M = s / z and log Z = top + log z; or of the parts before (or after) each of them
     key_back   ∂b = w ∘ (v ∂Mᵀ − diag(M ∂Mᵀ) + ∂log Z)      ∂v = w ∂M,      w_jr = e^{b_jr} / Z_r
 
-What a part says lies in one buffer: tops (B·G, parts, m), then z (B·G, parts, m), then s (B·G, parts, m, D), fp32.
+The parts' results are in one buffer: tops (B·G, parts, m), then z (B·G, parts, m), then s (B·G, parts, m, D), fp32.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
@@ -36,10 +36,10 @@ def key_pass(
     m: tl.constexpr, M: tl.constexpr, d: tl.constexpr, Dk: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr,
     BLOCK: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Keys (B, heads, N, d) and values; `rep` heads share the rows of one.
+    """Sum keys (B, heads, N, d) and values; `rep` heads share the rows of one.
 
     QUERIES: the same over queries and gradients, for the backward pass of causal attention: LESS (B·heads, N), natural
-    logarithms, is taken from the exponents, and z is summed with the weights WEIGHT (B·heads, N) instead of ones.
+    logarithms, is subtracted from the exponents, and z is summed with the weights WEIGHT (B·heads, N) instead of ones.
     """
     bh, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64)
@@ -75,10 +75,10 @@ def combine(
     m: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, PARTS: tl.constexpr,
     FIRST: tl.constexpr, PREFIX: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One feature and head. PREFIX: PREFIXES, laid out as SUMS, is of the parts before each (REVERSE: after it).
+    """One feature and head. PREFIX: PREFIXES, laid out as SUMS, holds the sums before each part (REVERSE: after it).
 
     FIRST: FIRST_M and FIRST_Z are M and log Z of what comes before all parts. REVERSE: FIRST_M and MEANS are s and not
-    M, FIRST_Z and LOGZ (..., 2, m) hold top and z; of `rep` heads that share a beginning, the first alone counts it.
+    M, FIRST_Z and LOGZ (..., 2, m) hold top and z; of `rep` heads that share a beginning, only the first counts it.
     """
     n, r = tl.program_id(0), tl.program_id(1)
     count = tl.num_programs(0).to(tl.int64) * parts * m

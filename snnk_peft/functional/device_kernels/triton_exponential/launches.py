@@ -26,13 +26,13 @@ from snnk_peft.functional.device_kernels.triton_shared.launching import (
 
 
 def whole(x: Tensor) -> Tensor:
-    """x in fp32 with contiguous rows (m, d) or offsets (m,)."""
+    """Return x in fp32 with contiguous rows (m, d) or offsets (m,)."""
     x = x if x.dtype == torch.float32 else x.float()
     return x if x.stride(-1) == 1 and (x.dim() == 1 or x.stride(-2) == x.shape[-1]) else x.contiguous()
 
 
 def of_heads(x: Tensor, own: int) -> tuple[int, int]:
-    """Strides of batch and key head of rows (own = 2 dimensions) or offsets (1)."""
+    """Return strides of batch and key head of rows (own = 2 dimensions) or offsets (1)."""
     if x.dim() == own:
         return 0, 0
     strides = [0 if size == 1 else stride for size, stride in zip(x.shape[:-own], x.stride(), strict=False)]
@@ -59,7 +59,7 @@ def key_means(
     k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None = None,
     log_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """M and log Z of these keys, and of those of a state."""
+    """Return M and log Z of these keys and those of a state."""
     k, v, rows = dense(k), dense(v), whole(rows)
     (B, G, N, _), D, m = k.shape, v.shape[-1], rows.shape[-2]
     sums, parts = key_parts(k, v, rows, square, mask, part_tokens(N, B * G, "plain"), "key_pass")
@@ -77,7 +77,7 @@ def key_means_back(
     g_means: Tensor, g_weight: Tensor, k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None,
     means: Tensor, log_weight: Tensor, learned: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of k, v and of the rows of each head (B, G, m, d), which are empty if they are not learned.
+    """Return gradients of k, v and each head's rows (B, G, m, d), empty if they are not learned.
 
     The gradients of M and log Z have contiguous heads.
     """
@@ -101,7 +101,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
     mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Outputs in the dtype of v, 0 where no key counts, and M and log Z of these keys and those of the state."""
+    """Return outputs in the dtype of v, 0 where no key counts, and M and log Z of these keys and the state's."""
     found, found_weight = key_means(k, v, key_rows, square, mask, means, log_weight)
     q, rows, offset = dense(q), whole(rows), whole(offset)
     (B, H, L, d), (_, G, m, D) = q.shape, found.shape
@@ -121,9 +121,9 @@ def attention_back(
     offset: Tensor, key_rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None,
     log_weight: Tensor | None, found: Tensor, found_weight: Tensor, learned: bool, learned_keys: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, rows, offset, key rows (the last three of each key head), M and log Z; empty: not asked.
+    """Return gradients of q, k, v, rows, offset, key rows (per key head), M, log Z; empty if not requested.
 
-    `means` and `log_weight` are the state, or None where it has no gradient; `found` is with it.
+    `means` and `log_weight` are the state, or None if it has no gradient; `found` includes it.
     """
     q, g, rows, offset = dense(q), dense(g), whole(rows), whole(offset)
     (B, H, L, d), (_, G, m, D) = q.shape, found.shape
@@ -152,7 +152,7 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
     mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None, dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Outputs in `dtype`, logarithms of denominators (B, H, L), and M and log Z after the last key."""
+    """Return outputs in `dtype`, logarithms of denominators (B, H, L), and M and log Z after the last key."""
     q, k, v, rows, offset, key_rows = dense(q), dense(k), dense(v), whole(rows), whole(offset), whole(key_rows)
     (B, H, L, d), (_, G, _, D), m = q.shape, v.shape, rows.shape[-2]
     sizes, size, T = dimensions(m, d, D), part_tokens(L, B * H, "causal"), operand(q.dtype)
@@ -172,7 +172,7 @@ def _prefixes(
     k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None, means: Tensor | None,
     log_weight: Tensor | None, size: int,
 ) -> tuple[Tensor, int, Tensor, Tensor]:  # fmt: skip
-    """Sums before each part, how many parts, and M and log Z after the last."""
+    """Return sums before each part, the number of parts, and M and log Z after the last."""
     (B, G, _, _), D, m = k.shape, v.shape[-1], rows.shape[-2]
     sums, parts = key_parts(k, v, rows, square, mask, size, "causal_sums")
     behind, behind_weight, prefixes = empty(k, B, G, m, D), empty(k, B, G, m), torch.empty_like(sums)
@@ -192,7 +192,7 @@ def causal_attention_back(
     log_weight: Tensor | None, out: Tensor, lse: Tensor, behind: Tensor, behind_weight: Tensor, learned: bool,
     learned_keys: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, rows, offset, key rows (the last three of each key head), M and log Z; empty: not asked."""
+    """Return gradients of q, k, v, rows, offset, key rows (per key head), M, log Z; empty if not requested."""
     q, k, v, rows, offset, key_rows = dense(q), dense(k), dense(v), whole(rows), whole(offset), whole(key_rows)
     g, g_lse = dense(g), None if g_lse is None else g_lse.contiguous()
     (B, H, L, d), (_, G, _, D), m, rep = q.shape, v.shape, rows.shape[-2], q.shape[1] // k.shape[1]
@@ -219,7 +219,7 @@ def causal_attention_back(
     )  # fmt: skip
     first, last = sums, sums
     if g_means is not None or g_weight is not None:
-        # The state after the last key is one query more: 2^−log Z [∂M, ∂M·M − ∂log Z] of each feature.
+        # The state after the last key acts as one more query: 2^−log Z [∂M, ∂M·M − ∂log Z] for each feature.
         first = torch.zeros_like(behind) if g_means is None else g_means.contiguous()
         top = -(behind_weight + _expanded(offset, B, G)) * key_sums.LOG2E.value
         of_weight = (first * behind).sum(-1) - (0.0 if g_weight is None else g_weight)

@@ -34,7 +34,7 @@ def to_shape(gradient: Tensor, of: Tensor) -> Tensor:
 
 @operator("exponential_key_means", "(Tensor k, Tensor v, Tensor rows, float square, Tensor? mask) -> (Tensor, Tensor)")
 def key_means(*given: Any) -> tuple[Tensor, Tensor]:
-    """(B, G, m, D) and (B, G, m)."""
+    """Return (B, G, m, D) and (B, G, m)."""
     return launches.key_means(*given)
 
 
@@ -49,7 +49,7 @@ def _(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) ->
     "Tensor log_weight, bool learned) -> (Tensor, Tensor, Tensor)",
 )
 def key_means_back(g_means: Tensor, g_weight: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of k, v and each head's rows."""
+    """Return gradients of k, v and each head's rows."""
     return launches.key_means_back(g_means.contiguous(), g_weight.contiguous(), *given)
 
 
@@ -62,13 +62,13 @@ def _(
 
 
 def save_means(ctx: Any, inputs: Any, output: Any) -> None:
-    """For the backward pass of `key_means`."""
+    """Save tensors for the backward pass of `key_means`."""
     k, v, rows, ctx.square, mask = inputs
     ctx.save_for_backward(k, v, rows, mask, *output)
 
 
 def back_of_means(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-    """Gradients of the inputs of `key_means`."""
+    """Return gradients of the inputs of `key_means`."""
     k, v, rows, mask, means, log_weight = ctx.saved_tensors
     if torch.is_grad_enabled():
         return differentiable(ctx, (k, v, rows, ctx.square, mask), gradients, means_in_torch)
@@ -91,7 +91,7 @@ GRADIENTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
 def _shapes_back(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: bool, *learned: bool) -> tuple[Tensor, ...]:
-    """Shapes returned by both backward operators: q, k, v, rows, offset, key rows, M, log Z; empty if not requested."""
+    """Return both backward operators' outputs: q, k, v, rows, offset, key rows, M, log Z; empty if not requested."""
     of_rows = (*k.shape[:2], *rows.shape[-2:])
     dw, dwk = (narrow(q, *(of_rows if wanted else (0,))) for wanted in learned)
     before = _state(k, v, rows) if state else (narrow(q, 0), narrow(q, 0))
@@ -99,7 +99,7 @@ def _shapes_back(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, state: bool, *le
 
 
 def save(ctx: Any, inputs: Any, output: Any) -> None:
-    """For the backward pass of either attention."""
+    """Save tensors for the backward pass of either attention."""
     *tensors, ctx.square, mask, means, log_weight = inputs[:10]
     ctx.more = inputs[10:]  # the dtype of causal outputs
     ctx.set_materialize_grads(False)
@@ -107,7 +107,7 @@ def save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _back(ctx: Any, gradients: Sequence[Any], operator: Any, plain: Callable[..., Any]) -> tuple[Any, ...]:
-    """Gradients of the inputs of either operator."""
+    """Return gradients of the inputs of either operator."""
     q, k, v, rows, offset, key_rows, mask, means, log_weight, *output = ctx.saved_tensors
     given, needs = (q, k, v, rows, offset, key_rows, ctx.square, mask, means, log_weight), ctx.needs_input_grad
     if torch.is_grad_enabled():
@@ -138,7 +138,7 @@ def _back(ctx: Any, gradients: Sequence[Any], operator: Any, plain: Callable[...
 
 @operator("exponential_attention", f"({GIVEN}) -> (Tensor, Tensor, Tensor)")
 def attention(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, and M and log Z."""
+    """Return outputs, and M and log Z."""
     return launches.attention(*given)
 
 
@@ -156,7 +156,7 @@ def _(
     f"bool learned_keys) -> {GRADIENTS}",
 )
 def attention_back(*given: Any) -> tuple[Tensor, ...]:
-    """Gradients as in `_shapes_back`; that of the offset is a view of a longer buffer, which compilers cannot know."""
+    """Return gradients as in `_shapes_back`; the offset's is a view of a longer buffer, unknown to compilers."""
     *found, of_offset, of_key_rows, of_means, of_weight = launches.attention_back(*given)
     return *found, of_offset.clone(), of_key_rows, of_means, of_weight
 
@@ -171,7 +171,7 @@ def _(
 
 
 def back_of_attention(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-    """Gradients of the inputs of `attention`."""
+    """Return gradients of the inputs of `attention`."""
 
     def call(g: Tensor, more: Any, given: Any, state: Any, wanted: Any, output: Any, learned: Any) -> Any:
         return here(attention_back, launches.attention_back, g, *more, *given, *wanted, *output[1:], *learned)
@@ -187,7 +187,7 @@ attention_here = direct(attention, launches.attention, save, back_of_attention)
 
 @operator("exponential_causal", f"({GIVEN}, ScalarType dtype) -> (Tensor, Tensor, Tensor, Tensor)")
 def causal(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Outputs, logarithms of denominators (B, H, L), and M and log Z after the last key."""
+    """Return outputs, logarithms of denominators (B, H, L), and M and log Z after the last key."""
     return launches.causal_attention(*given)
 
 
@@ -206,7 +206,7 @@ def _(
     f"Tensor behind_weight, bool learned, bool learned_keys) -> {GRADIENTS}",
 )
 def causal_back(*given: Any) -> tuple[Tensor, ...]:
-    """Gradients as in `_shapes_back`."""
+    """Return gradients as in `_shapes_back`."""
     return launches.causal_attention_back(*given)
 
 
@@ -221,7 +221,7 @@ def _(
 
 
 def back_of_causal(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-    """Gradients of the inputs of `causal`."""
+    """Return gradients of the inputs of `causal`."""
 
     def call(g: Tensor, more: Any, given: Any, state: Any, wanted: Any, output: Any, learned: Any) -> Any:
         return here(causal_back, launches.causal_attention_back, g, *more, *given, *state, *output, *learned)
@@ -241,7 +241,7 @@ def _state(k: Tensor, v: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def means_in_torch(k: Tensor, v: Tensor, rows: Tensor, square: float, mask: Tensor | None) -> KeyMeans:
-    """Torch form of `key_means`."""
+    """Compute the torch form of `key_means`."""
     plain = torch_means.__wrapped__  # type: ignore[attr-defined]
     found: KeyMeans = plain(k, v, LogLinear(rows, rows.new_zeros(()), square), mask)
     return found
@@ -251,14 +251,14 @@ def attention_in_torch(
     q: Tensor, k: Tensor, v: Tensor, rows: Tensor, offset: Tensor, key_rows: Tensor, square: float,
     mask: Tensor | None, means: Tensor | None, log_weight: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Torch form of `attention`."""
+    """Compute the torch form of `attention`."""
     plain = torch_attention.__wrapped__  # type: ignore[attr-defined]
     out, found = plain(q, k, v, *_maps(rows, offset, key_rows, square), mask, _kept(means, log_weight))
     return out, *found
 
 
 def causal_in_torch(*given: Any) -> tuple[Tensor, ...]:
-    """Torch form of `causal`."""
+    """Compute the torch form of `causal`."""
     q, k, v, rows, offset, key_rows, square, mask, means, log_weight, dtype = given
     plain = torch_causal.__wrapped__  # type: ignore[attr-defined]
     maps = _maps(rows, offset, key_rows, square)

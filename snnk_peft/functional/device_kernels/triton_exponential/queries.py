@@ -25,7 +25,7 @@ from snnk_peft.functional.device_kernels.triton_shared.tiles import (
 
 @triton.jit
 def bias_and_seen(LOGZ, OFF, m: tl.constexpr, M: tl.constexpr):
-    """log2 e (c + log Z) of the features, and whether any key counted."""
+    """Return log2 e (c + log Z) of the features, and whether any key counted."""
     bias = bias_of(LOGZ, m, M)
     seen = tl.max(bias, 0) > ABSENT * LOG2E / 2
     return tl.where(tl.arange(0, M) < m, bias + bias_of(OFF, m, M), bias), seen
@@ -74,7 +74,7 @@ def query_back(
         p = tl.exp2(a - tl.max(a, 1)[:, None])
         p = p * (tl.where(seen, 1.0, 0.0) / tl.sum(p, 1))[:, None]
         da = dot(grad, tl.trans(means), T)
-        da = p * (da - tl.sum(p * da, 1)[:, None])  # rows beyond the end have no gradient: 0
+        da = p * (da - tl.sum(p * da, 1)[:, None])  # rows beyond the end have gradient 0
         dm += dot(tl.trans(p), grad, T)
         dz += tl.sum(da, 0)
         if ROWS:

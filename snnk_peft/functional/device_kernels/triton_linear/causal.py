@@ -9,7 +9,7 @@ Backward, with g'_i = g_i / den_i, δ_i = −g'_i·out_i and dP_ij = g'_i·v_j +
     ∂φ_i = Σ_{j<=i} dP_ij e^{s_j − ρ_i} ψ_j + e^{P − ρ_i} (S g'_i + z δ_i)
     ∂ψ_j = Σ_{i>=j} dP_ij e^{s_j − ρ_i} φ_i      ∂v_j = Σ_{i>=j} φ_i·ψ_j e^{s_j − ρ_i} g'_i      ∂s_j = ψ_j·∂ψ_j
 
-so keys see later queries through Σ_i e^{−ρ_i} φ_i [g'_i, δ_i]: sums as those of keys, from the other end (`sums.py`).
+so keys see later queries through Σ_i e^{−ρ_i} φ_i [g'_i, δ_i]: sums like those of keys, from the other end (`sums.py`).
 ρ grows with i, so every exponential is at most 1.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
@@ -27,7 +27,7 @@ from snnk_peft.functional.device_kernels.triton_shared.tiles import NONE, number
 
 @triton.jit
 def factors(scales, top, C: tl.constexpr, SCALED: tl.constexpr):
-    """ρ (C,), e^{s_j − ρ_i} for j <= i (C, C), and e^{P − ρ_i} (C,)."""
+    """Return ρ (C,), e^{s_j − ρ_i} for j <= i (C, C), and e^{P − ρ_i} (C,)."""
     if not SCALED:
         return tl.zeros([C], tl.float32), tl.where(lower(C), 1.0, 0.0), tl.full([C], 1.0, tl.float32)
     rho = tl.maximum(tl.max(tl.where(lower(C), scales[None, :], NONE), 1), top)
@@ -36,7 +36,7 @@ def factors(scales, top, C: tl.constexpr, SCALED: tl.constexpr):
 
 @triton.jit
 def behind(top, z, s, k, v, scales, FULL: tl.constexpr, SCALED: tl.constexpr):
-    """The sums with the keys of a chunk."""
+    """Add the keys of a chunk to the sums."""
     if SCALED:
         higher = tl.maximum(top, tl.max(scales, 0))
         k *= weight(scales - higher)[:, None]
@@ -52,7 +52,7 @@ def forward_pass(
     m: tl.constexpr, M: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr,
     MASKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Written, contiguous: OUT (B·H, L, D), denominators DEN (B·H, L) and, if SCALED, ρ as RHO (B·H, L)."""
+    """Write, contiguous: OUT (B·H, L, D), denominators DEN (B·H, L) and, if SCALED, ρ as RHO (B·H, L)."""
     bh, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h, n = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), (bh // rep).to(tl.int64)
     g, bh, programs = h // rep, bh.to(tl.int64), (tl.num_programs(0) // rep).to(tl.int64)
@@ -82,7 +82,7 @@ def query_back(
     m: tl.constexpr, M: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, FULL: tl.constexpr,
     MASKED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """OUT is contiguous, and so is what is written: DELTA (B·H, L) and DQ."""
+    """OUT is contiguous, as are the outputs: DELTA (B·H, L) and DQ."""
     bh, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h, n = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), (bh // rep).to(tl.int64)
     g, bh, programs = h // rep, bh.to(tl.int64), (tl.num_programs(0) // rep).to(tl.int64)

@@ -1,8 +1,8 @@
-"""A few new tokens after sums: one launch, in which every query head goes from token to token.
+"""A few new tokens after sums: one launch, in which every query head loops over the tokens.
 
     S' = S e^{P − P'} + e^{s − P'} ψ vᵀ      z' likewise      out = φ S' / φ z',      P' = max(P, s)
 
-The new sums lie in memory of their own, and there are no gradients, as in `triton_exponential/decode.py`.
+The new sums have their own memory, and there are no gradients, as in `triton_exponential/decode.py`.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
@@ -75,7 +75,7 @@ def few_tokens(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scales: Tensor | None, values: Tensor | None,
     normaliser: Tensor | None, log_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Outputs, and S, z and scale after the tokens."""
+    """Return outputs, and S, z and scale after the tokens."""
     q, k, v = dense(q), dense(k), dense(v)
     (B, H, L, m), (_, G, _, D) = q.shape, v.shape
     out, behind = empty(q, B, H, L, D, dtype=v.dtype), (empty(q, B, G, m, D), empty(q, B, G, m), empty(q, B, G, 1))
@@ -92,7 +92,7 @@ def few_tokens(
     return out, *behind
 
 
-# See triton_exponential/decode.py for why this is no torch.library.custom_op.
+# See triton_exponential/decode.py for why this is not a torch.library.custom_op.
 LIBRARY = torch.library.Library("snnk_peft", "FRAGMENT")
 LIBRARY.define(
     "linear_few_tokens(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? scales, Tensor? values, Tensor? normaliser, "

@@ -29,11 +29,11 @@ NOTHING = None, None, None  # in place of S, z and scale
 
 @functools.cache
 def dimensions(m: int, D: int) -> dict[str, int]:
-    """The constants that every kernel takes."""
+    """Return the constants that every kernel accepts."""
     return {"m": m, "M": padded(m), "D": D, "Dv": padded(D)}
 
 
-# Chosen by what compilers say of registers, for 64 features and 64 columns: no card has timed them yet.
+# Chosen by the compilers' register counts, for 64 features and 64 columns; not yet timed on a card.
 TABLE = {
     "sums_pass": Launch(64, 4, 2),
     "sums_back": Launch(32, 8, 1),
@@ -45,10 +45,10 @@ TABLE = {
 
 
 def launch(kernel: str, m: int, D: int, features: torch.dtype) -> tuple[int, dict[str, int]]:
-    """Rows per block and the options of a launch of a kernel of TABLE, for m features of a dtype and D columns of
+    """Return rows per block and launch options for a kernel in TABLE, for m features of a dtype and D columns of
     values.
 
-    Products with all digits of fp32 take three times the registers.
+    Products in full fp32 precision take three times the registers.
     """
     block, warps, stages = TABLE[kernel]
     if padded(m) * padded(D) > 4096:
@@ -59,7 +59,7 @@ def launch(kernel: str, m: int, D: int, features: torch.dtype) -> tuple[int, dic
 
 
 def scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
-    """Strides of batch, head and token; zeros without scales."""
+    """Return strides of batch, head and token; zeros without scales."""
     return (0, 0, 0) if scales is None else scales.stride()  # type: ignore[return-value]
 
 
@@ -85,7 +85,7 @@ def _combined(
     found: Tensor, shape: tuple[int, int, int, int], parts: int, first: tuple[Tensor | None, ...], scaled: bool,
     rep: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sums before each part (of `rep` > 0 heads to a group: after it), and S, z and scale of all."""
+    """Return sums before each part (for `rep` > 0 heads per group: after it), and S, z and scale of all."""
     B, G, m, D = shape
     values, normaliser, scale = (empty(found, B, G, *size) for size in ((m, D), (m,), (1,)))
     prefixes = torch.empty_like(found)
@@ -102,7 +102,7 @@ def key_sums(
     k: Tensor, v: Tensor, mask: Tensor | None, scales: Tensor | None, values: Tensor | None, normaliser: Tensor | None,
     log_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """S, z and scale of these keys, and of those of a state; without scales there is none."""
+    """Return S, z and scale of these keys and those of a state; without scales there is no scale."""
     k, v = dense(k), dense(v)
     (B, G, N, m), D = k.shape, v.shape[-1]
     found, parts = _parts(k, v, mask, scales, part_tokens(N, B * G, "plain"))
@@ -113,7 +113,7 @@ def key_sums_back(
     g_values: Tensor, g_normaliser: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scales: Tensor | None,
     scale: Tensor, of_scales: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of k, v and scales, which are empty if not asked for."""
+    """Return gradients of k, v and scales, empty if not requested."""
     k, v = dense(k), dense(v)
     (B, G, N, m), D = k.shape, v.shape[-1]
     size, (block, options) = part_tokens(N, B * G, "plain"), launch("sums_back", m, D, k.dtype)
@@ -133,7 +133,7 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scales: Tensor | None, values: Tensor | None,
     normaliser: Tensor | None, log_scale: Tensor | None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Outputs, denominators and ρ (B, H, L), which is empty without scales, and S, z and scale after the last key."""
+    """Return outputs, denominators and ρ (B, H, L), empty without scales, and S, z and scale after the last key."""
     q, k, v = dense(q), dense(k), dense(v)
     (B, H, L, m), (_, G, _, D) = q.shape, v.shape
     size, scaled, (block, options) = (
@@ -159,7 +159,7 @@ def causal_attention_back(
     mask: Tensor | None, scales: Tensor | None, values: Tensor | None, normaliser: Tensor | None,
     log_scale: Tensor | None, out: Tensor, den: Tensor, rho: Tensor, scale: Tensor, of_scales: bool, of_state: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v, scales, S and z; the last three are empty if not asked for."""
+    """Return gradients of q, k, v, scales, S and z; the last three are empty if not requested."""
     q, k, v, g = dense(q), dense(k), dense(v), dense(g)
     (B, H, L, m), (_, G, _, D), rep = q.shape, v.shape, q.shape[1] // k.shape[1]
     size, scaled, sizes = part_tokens(L, B * H, "causal"), scales is not None, dimensions(m, D)
@@ -175,7 +175,7 @@ def causal_attention_back(
         size, **sizes, C=block, **told, **options,
     )  # fmt: skip
     first: tuple[Tensor | None, ...] = NOTHING
-    if g_values is not None or g_normaliser is not None:  # the state after the last key is one query more
+    if g_values is not None or g_normaliser is not None:  # the state after the last key acts as one more query
         dS = torch.zeros(B, G, m, D, device=q.device) if g_values is None else g_values
         first = dS, torch.zeros(B, G, m, device=q.device) if g_normaliser is None else g_normaliser, scale
     found, _ = _parts(q, g, None, rho if scaled else None, size, den, delta)

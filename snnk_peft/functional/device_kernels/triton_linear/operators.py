@@ -1,6 +1,6 @@
 """The launches as torch operators, with shapes for compilers and with gradients.
 
-A gradient that is itself to be differentiated comes from the torch form.
+A gradient that is to be differentiated itself comes from the torch form.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _last(scales: Tensor | None) -> Tensor | None:
 
 @operator("linear_key_sums", f"({KEYS}, {STATE}) -> (Tensor, Tensor, Tensor)")
 def key_sums(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """S (B, G, m, D), z (B, G, m) and their scale (B, G, 1)."""
+    """Return S (B, G, m, D), z (B, G, m) and their scale (B, G, 1)."""
     return launches.key_sums(*given)
 
 
@@ -61,7 +61,7 @@ def _(k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
     f"(Tensor g_values, Tensor g_normaliser, {KEYS}, Tensor scale, bool of_scales) -> (Tensor, Tensor, Tensor)",
 )
 def key_sums_back(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of k, v and the scales; empty if not requested."""
+    """Return gradients of k, v and the scales; empty if not requested."""
     return launches.key_sums_back(*given)
 
 
@@ -102,7 +102,7 @@ sums = direct(key_sums, launches.key_sums, _save_sums, _back_of_sums)
 
 @operator("linear_causal", f"(Tensor q, {KEYS}, {STATE}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)")
 def causal(*given: Any) -> tuple[Tensor, ...]:
-    """Outputs, denominators and ρ (B, H, L), and S, z and scale after the last key."""
+    """Return outputs, denominators and ρ (B, H, L), and S, z and scale after the last key."""
     return launches.causal_attention(*given)
 
 
@@ -119,7 +119,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Any, scales: Tensor | None, *state:
     "Tensor rho, Tensor scale, bool of_scales, bool of_state) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def causal_back(*given: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, the scales, S and z; empty if not requested."""
+    """Return gradients of q, k, v, the scales, S and z; empty if not requested."""
     return launches.causal_attention_back(*given)
 
 

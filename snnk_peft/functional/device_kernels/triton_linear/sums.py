@@ -1,10 +1,10 @@
-"""S = Σ_j e^{s_j} ψ_j v_jᵀ and z = Σ_j e^{s_j} ψ_j: per part of the sequence, then of all or of those before each.
+"""S = Σ_j e^{s_j} ψ_j v_jᵀ and z = Σ_j e^{s_j} ψ_j: per part of the sequence, then over all parts or those before each.
 
     sums_pass  per part: top = the largest s, z and S divided by e^top
     combine    of all parts, at their largest top; or of the parts before (or after) each of them
     sums_back  ∂ψ = w (∂S v + ∂z)      ∂v = w ∂Sᵀ ψ      ∂s = ψ·∂ψ,      w_j = e^{s_j − log scale}
 
-What a part says lies in one buffer: tops (B·G, parts), then z (B·G, parts, m), then S (B·G, parts, m, D), fp32.
+The parts' results are in one buffer: tops (B·G, parts), then z (B·G, parts, m), then S (B·G, parts, m, D), fp32.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
@@ -29,7 +29,7 @@ def sums_pass(
     m: tl.constexpr, M: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
     MASKED: tl.constexpr, SCALED: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Keys (B, heads, N, m), values and scales.
+    """Sum keys (B, heads, N, m), values and scales.
 
     QUERIES: the same over queries and gradients, for the backward pass of causal attention. SCALES (B, heads, N) are
     then the scales that rows were divided by, gradients are divided by DEN, and z has the weights WEIGHT.
@@ -72,10 +72,10 @@ def combine(
     m: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, PARTS: tl.constexpr,
     FIRST: tl.constexpr, SCALED: tl.constexpr, PREFIX: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One feature and head. PREFIX: PREFIXES, laid out as SUMS, is of the parts before each (REVERSE: after it).
+    """One feature and head. PREFIX: PREFIXES, laid out as SUMS, holds the sums before each part (REVERSE: after it).
 
-    FIRST: FIRST_S, FIRST_Z and FIRST_SCALE are of what comes before all parts; REVERSE: with the
-    opposite scale, and of `rep` heads that share it, the first alone counts it.
+    FIRST: FIRST_S, FIRST_Z and FIRST_SCALE hold what comes before all parts; REVERSE: with the
+    opposite scale, and of `rep` heads that share it, only the first counts it.
     """
     n, r = tl.program_id(0).to(tl.int64), tl.program_id(1)
     programs = tl.num_programs(0).to(tl.int64)

@@ -1,8 +1,8 @@
 """Products and scales of features that are loaded.
 
 Operands are widened to fp32 and multiplied as three products of tf32 where features are fp32 (an error of about 2^-21),
-and as one where they are in half precision, whose digits tf32 has: features may be signed, so that denominators are
-sums in which most cancels. Scales are natural logarithms, NONE for −∞.
+and as one in half precision, whose digits tf32 covers: features may be signed, so denominators may be
+sums with heavy cancellation. Scales are natural logarithms, NONE for −∞.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
@@ -16,7 +16,7 @@ from snnk_peft.functional.device_kernels.triton_shared.tiles import LOG2E, NONE,
 
 @triton.jit
 def product(a, b, FULL: tl.constexpr):
-    """a b in fp32; FULL: with all digits of fp32."""
+    """Compute a b in fp32; FULL: in full fp32 precision."""
     if FULL:
         return tl.dot(a, b, input_precision="tf32x3")
     return tl.dot(a, b, input_precision="tf32")
@@ -30,19 +30,19 @@ def wide_tile(P, row, count, stride, width: tl.constexpr, W: tl.constexpr, SIZE:
 
 @triton.jit
 def weight(x):
-    """e^x, and 0 for NONE whatever was taken from it."""
+    """Compute e^x, and 0 for NONE whatever was subtracted from it."""
     return tl.where(x > NONE / 2, tl.exp2(x * LOG2E), 0.0)
 
 
 @triton.jit
 def scale_at(P):
-    """A scale (1,) that may be −∞ in memory."""
+    """Load a scale (1,) that may be −∞ in memory."""
     return tl.maximum(tl.load(P + tl.arange(0, 1)), NONE)
 
 
 @triton.jit
 def sums_at(SUMS, n, part, parts, programs, m: tl.constexpr, M: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr):
-    """top (1,), z (M,) and s (M, Dv) of one part; see `sums.py`."""
+    """Load top (1,), z (M,) and s (M, Dv) of one part; see `sums.py`."""
     at, r = n * parts + part, tl.arange(0, M)
     SUMS += programs * parts
     z = tl.load(SUMS + at * m + r, mask=r < m, other=0.0)
@@ -55,9 +55,9 @@ def keys_of(
     MASK, K, SCALES, row, L, kl, sl, m: tl.constexpr, M: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr,
     SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Which keys of a chunk count, their features (C, M) in fp32, and their scales (C,): 0 if not SCALED.
+    """Return which keys of a chunk count, their features (C, M) in fp32, and their scales (C,): 0 if not SCALED.
 
-    Of a key that does not count, features are 0 and the scale is NONE; one whose scale is −∞ does not.
+    A key that does not count, e.g. with scale −∞, has features 0 and the scale NONE.
     """
     counts, scales = counted(MASK, row, L, MASKED, C), tl.zeros([C], tl.float32)
     if SCALED:

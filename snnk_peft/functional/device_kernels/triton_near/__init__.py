@@ -1,4 +1,4 @@
-"""Attention in a band with sinks, and what is known of far keys under the same normalisation, as Triton kernels.
+"""Attention in a band with sinks, and a summary of far keys under the same normalisation, as Triton kernels.
 
-`kernels`, `launches` and `operators` are what they are in `triton_exponential/`.
+`kernels`, `launches` and `operators` have the same roles as in `triton_exponential/`.
 """

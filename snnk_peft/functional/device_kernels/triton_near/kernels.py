@@ -1,16 +1,16 @@
-"""Flash attention in a band: a program per part of the sequence and head sees no key that is out of reach.
+"""Flash attention in a band: a program per part of the sequence and head skips keys that are out of reach.
 
-Logarithms are to base 2. What is known of far keys, their mean and the logarithm of their weight, is where the running
-maximum, denominator and numerator begin. Then come blocks of keys: the first is the sinks, the others are the band.
+Logarithms are to base 2. The far keys' mean and the logarithm of their weight initialise the running
+maximum, denominator and numerator. Then come blocks of keys: first the sinks, then the band.
 Backward, with weights p of single keys, P of all far keys together, and δ_i the mean of g_i·v_j by these weights:
 
     ∂s_ij = p_ij (g_i·v_j − δ_i)    ∂v_j = Σ_i p_ij g_i    ∂far_i = P_i g_i    ∂log weight_i = P_i (g_i·far_i − δ_i)
 
-δ is g·out, but of the weights themselves, in fp32: ∂s then sums to 0 over keys, and what all keys have in common stays
+δ is g·out, but from the weights themselves, in fp32: ∂s then sums to 0 over keys, and anything common to all keys stays
 out of ∂q. The error of a rounded `out` would enter there, times the length of the keys.
 
-Positions are those of the keys: query i stands at i + N − L, and knows KNOWN_i of the sinks. A query that sees nothing
-has the logarithm −NONE, beside which every weight is 0.
+Positions are those of the keys: query i is at i + N − L, and sees KNOWN_i of the sinks. A query that sees nothing
+has the logarithm −NONE, relative to which every weight is 0.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, misc"
 
@@ -28,7 +28,7 @@ def keys_at(
     d: tl.constexpr, Dk: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, MASKED: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
-    """C keys from `start` on, or `beside` them the sinks: with values, places, and whether they count."""
+    """Load C keys from `start` on, or with `beside` the sinks: also values, places, and whether they count."""
     total = N
     if SINKS > 0:
         start, total = tl.where(beside, 0, start), tl.where(beside, SINKS, N)
@@ -53,7 +53,7 @@ def known_by(KNOWN, row, L, stride, SINKS: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def seen_from(i, j, counts, known, beside, width, CAUSAL: tl.constexpr, SINKS: tl.constexpr):
-    """Return True where queries at i see keys at j, or see `beside` them sinks; shapes broadcast."""
+    """Return True where queries at i see keys at j, or see sinks with `beside`; shapes broadcast."""
     if CAUSAL:
         near = (i >= j) & (i - j < width)
     else:
@@ -65,13 +65,13 @@ def seen_from(i, j, counts, known, beside, width, CAUSAL: tl.constexpr, SINKS: t
 
 @triton.jit
 def shares(logs, seen, lse):
-    """Weights, as they are in the result."""
+    """Compute the weights as used in the result."""
     return tl.where(seen, tl.exp2(tl.minimum(logs - lse, 0.0)), 0.0)
 
 
 @triton.jit
 def reach(row, ahead, L, N, width, C: tl.constexpr, CAUSAL: tl.constexpr):
-    """The first key that the queries row .. row + C see, and after the last one."""
+    """Return the first key that the queries row .. row + C see, and the end after the last one."""
     end = tl.minimum(row + C, L) + ahead
     if not CAUSAL:
         end += width - 1
@@ -85,7 +85,7 @@ def forward_pass(
     d: tl.constexpr, Dk: tl.constexpr, D: tl.constexpr, Dv: tl.constexpr, C: tl.constexpr, T: tl.constexpr,
     SINKS: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr, AFAR: tl.constexpr,
 ):  # fmt: skip
-    """AFAR: there are FAR (B, H, L, D) and WEIGHT (B·H, L), natural logarithms. LSE (B·H, L), to base 2."""
+    """AFAR: given FAR (B, H, L, D) and WEIGHT (B·H, L), natural logarithms. LSE (B·H, L), to base 2."""
     bh, part, ahead, scale = tl.program_id(0), tl.program_id(1), N - L, scaling * LOG2E
     b, h, n = (bh // heads).to(tl.int64), (bh % heads).to(tl.int64), (bh // rep).to(tl.int64)
     g, bh = h // rep, bh.to(tl.int64)
@@ -158,7 +158,7 @@ def query_back(
             put(DFAR + bh * L * D, row, L, D, far_p[:, None] * grad.to(tl.float32), D, Dv, C)
             delta, total = far_p * far_dp, far_p
         first, end = reach(row, ahead, L, N, width, C, CAUSAL)
-        # Twice the same: a block's part in δ, and with δ its part in ∂q.
+        # Two passes: a block's part in δ, and with δ its part in ∂q.
         for start in range(first - (C if SINKS > 0 else 0), end, C):
             k, v, j, counts = keys_at(
                 K, V, MASK, SINK_K, SINK_V, start, N, kl, vl, start < first, d, Dk, D, Dv, C, MASKED, SINKS
@@ -193,7 +193,7 @@ def key_back(
 ):  # fmt: skip
     """DK and DV, contiguous, of all `rep` query heads of a key head; DSINKS (B·G, parts of the queries, SINKS, d + D).
 
-    Programs after those of the keys' parts are of the sinks, each with one part of the queries.
+    Programs after those of the keys' parts handle the sinks, each with one part of the queries.
     """
     bg, part, ahead, scale = tl.program_id(0), tl.program_id(1), N - L, scaling * LOG2E
     b, g = (bg // groups).to(tl.int64), (bg % groups).to(tl.int64)

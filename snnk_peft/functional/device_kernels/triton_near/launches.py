@@ -26,7 +26,7 @@ from snnk_peft.functional.device_kernels.triton_shared.launching import (
 
 
 def _sizes(name: str, q: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> dict[str, Any]:
-    """The constants that every kernel takes."""
+    """Return the constants that every kernel accepts."""
     d, D, T = q.shape[-1], v.shape[-1], operand(q.dtype)
     block, options = launch(name, T, max(padded(d), padded(D)))
     options |= {"d": d, "Dk": padded(d), "D": D, "Dv": padded(D), "C": block, "T": T}
@@ -36,7 +36,7 @@ def _sizes(name: str, q: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -
 def _beside(
     q: Tensor, keys: Tensor | None, values: Tensor | None, known: Tensor | None
 ) -> tuple[list[Tensor], list[int], int]:  # fmt: skip
-    """Sinks: their memory, or any, which is not read; strides of how many each query sees; how many there are."""
+    """Return the sinks' memory (any tensor if none), strides of the count that each query sees, and their number."""
     if keys is None or values is None or known is None:
         return [q, q, q], [0, 0], 0
     steps = [0 if size == 1 else stride for size, stride in zip(known.shape, known.stride(), strict=True)]
@@ -55,7 +55,7 @@ def near_attention(
     q: Tensor, k: Tensor, v: Tensor, width: int, mask: Tensor | None, causal: bool, scaling: float,
     keys: Tensor | None, values: Tensor | None, known: Tensor | None, far: Tensor | None, weight: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Outputs in the dtype of v, and logarithms of denominators to base 2, (B, H, L)."""
+    """Return outputs in the dtype of v, and logarithms of denominators to base 2, (B, H, L)."""
     q, k, v = dense(q), dense(k), dense(v)
     (B, H, L, _), (_, G, N, D) = q.shape, v.shape
     (sinks, of_sinks, s), (others, of_others, there) = _beside(q, keys, values, known), _far(q, far, weight)
@@ -73,7 +73,7 @@ def near_attention_back(
     keys: Tensor | None, values: Tensor | None, known: Tensor | None, far: Tensor | None, weight: Tensor | None,
     lse: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Gradients of q, k, v, sinks (B, G, s, d + D), far and weight; the last three empty where there is none."""
+    """Return gradients of q, k, v, sinks (B, G, s, d + D), far and weight; the last three empty if absent."""
     q, k, v, g = dense(q), dense(k), dense(v), dense(g)
     (B, H, L, d), (_, G, N, D), width = q.shape, v.shape, min(width, k.shape[-2])
     (sinks, of_sinks, s), (others, of_others, there) = _beside(q, keys, values, known), _far(q, far, weight)

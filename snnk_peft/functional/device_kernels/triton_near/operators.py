@@ -1,6 +1,6 @@
 """The launches as torch operators, with shapes for compilers and with gradients.
 
-A gradient that is itself to be differentiated comes from the torch form.
+A gradient that is to be differentiated itself comes from the torch form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GIVEN = (
 
 @operator("near", f"({GIVEN}) -> (Tensor, Tensor)")
 def near(*given: Any) -> tuple[Tensor, Tensor]:
-    """Outputs, and logarithms of denominators for the backward pass."""
+    """Return outputs, and logarithms of denominators for the backward pass."""
     return launches.near_attention(*given)
 
 
@@ -44,7 +44,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
     f"(Tensor g, {GIVEN}, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def near_back(*given: Any) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, sinks, far and weight; empty: there is none."""
+    """Return gradients of q, k, v, sinks, far and weight; empty if absent."""
     return launches.near_attention_back(*given)
 
 

@@ -1,8 +1,8 @@
 """Launches: block sizes, warps and pipeline stages of each kernel, parts of a sequence, tensors in and out.
 
-`@triton.autotune` needs a driver, so sizes are in tables. `start` launches a compiled kernel at a fraction of what
-Triton's own path asks of the host (Python, some 80 µs each): Triton finds out at every launch what kind each argument
-is, which of the compiled kernels these want, and how they are passed. Here the arguments themselves lead to the
+`@triton.autotune` needs a driver, so sizes are in tables. `start` launches a compiled kernel at a fraction of
+Triton's own host cost (Python, some 80 µs each): Triton determines at every launch what kind each argument
+is, which compiled kernel they need, and how they are passed. Here the arguments themselves are the key to the
 compiled kernel, which is launched as Triton documents it.
 """
 
@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_PARTS = 128  # of a sequence: `combine` holds one number per pair of them
-PROGRAMS = 512  # that fill a card
+MOST_PARTS = 128  # of a sequence: `combine` holds one number per pair of parts
+PROGRAMS = 512  # enough to fill a card
 NEWER = 9  # compute capability from which on operands of products lie in shared memory
 
 
@@ -44,7 +44,7 @@ TABLE = {
     "near_query_back": Launch(64, 4, 2),
     "near_key_back": Launch(64, 4, 2),
 }
-# On compute capability 8 operands of products lie in registers: what spills the least there (tests/compile_kernels.py).
+# On compute capability 8 operands of products lie in registers: sizes that spill the least (tests/compile_kernels.py).
 OLDER = {
     **TABLE,
     "key_back": Launch(64, 8, 2),
@@ -54,28 +54,28 @@ OLDER = {
     "causal_key_back": Launch(16, 4, 1),
     "causal_key_back_rows": Launch(16, 4, 1),
 }
-FEWEST = {"causal": 256, "plain": 128}  # tokens of a part
+FEWEST = {"causal": 256, "plain": 128}  # minimum tokens per part
 LONGEST = {"causal": 1024, "plain": 1024}
 
 
 def padded(size: int) -> int:
-    """Tiles are powers of two, of 16 or more."""
+    """Round up to a tile size, a power of two >= 16."""
     return max(16, power_of_two(size))
 
 
 def power_of_two(size: int) -> int:
-    """The next one; triton's own takes as long as a launch."""
+    """Round up to a power of two; triton's own takes as long as a launch."""
     return 1 << (size - 1).bit_length()
 
 
 @functools.cache
 def dimensions(m: int, d: int, D: int) -> dict[str, int]:
-    """The constants that every kernel takes."""
+    """Return the constants that every kernel accepts."""
     return {"m": m, "M": padded(m), "d": d, "Dk": padded(d), "D": D, "Dv": padded(D)}
 
 
 def part_tokens(length: int, heads: int, kind: str) -> int:
-    """Tokens of a part: enough parts to fill a card, not more than `combine` takes."""
+    """Return the tokens per part: enough parts to fill a card, but no more than `combine` accepts."""
     wanted = length * heads // PROGRAMS
     tokens = power_of_two(max(1, wanted))
     tokens = min(max(tokens, FEWEST[kind]), LONGEST[kind])
@@ -83,7 +83,7 @@ def part_tokens(length: int, heads: int, kind: str) -> int:
 
 
 def launch(kernel: str, T: Any, most: int) -> tuple[int, dict[str, int]]:
-    """Rows per block and the options of a launch of a kernel of TABLE; `most` is the largest of m, d and D, padded."""
+    """Return rows per block and launch options for a kernel in TABLE; `most` is the largest of m, d and D, padded."""
     block, warps, stages = (TABLE if capability() >= NEWER else OLDER)[kernel]
     if T != tl.bfloat16 or most > 64:
         narrow = kernel.startswith("causal") and kernel != "causal_sums"
@@ -93,22 +93,22 @@ def launch(kernel: str, T: Any, most: int) -> tuple[int, dict[str, int]]:
 
 @functools.cache
 def capability() -> int:
-    """Major compute capability of the cards here; NEWER without one, as in the interpreter."""
+    """Return the cards' major compute capability; NEWER without a card, as in the interpreter."""
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else NEWER
 
 
 def operand(dtype: torch.dtype) -> Any:
-    """The dtype of operands of products for inputs of this one."""
+    """Return the dtype of operands of products for inputs of this dtype."""
     return {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}[dtype]
 
 
 MOST_KERNELS = 4096  # compiled kernels by arguments; texts of ever new lengths would fill the memory
-TAKES_ALL = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)  # constants too, in their places
+TAKES_ALL = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 6)  # including constants, by position
 _READY: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
 
 
 def start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)` on the device of the first argument, a tensor; options are constants by name."""
+    """Run `kernel[grid](*args, **options)` on the device of the first argument, a tensor; options name constants."""
     if not TAKES_ALL or type(kernel) is not triton.JITFunction:  # in the interpreter
         kernel[grid](*args, **options)
         return
@@ -121,7 +121,7 @@ def start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
     for x in args:
         if isinstance(x, Tensor):
             address = x.data_ptr()
-            kinds += [x.dtype, address % 16]  # what is aligned is loaded in wider pieces
+            kinds += [x.dtype, address % 16]  # aligned tensors are loaded in wider pieces
             given.append(address)
         else:
             kinds += [type(x), x]
@@ -138,25 +138,25 @@ def start(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Non
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b, rounded up."""
     return -(-a // b)
 
 
 def empty(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """New memory on the device of a tensor."""
+    """Allocate memory on the device of a tensor."""
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def dense(x: Tensor) -> Tensor:
-    """x, with its last dimension contiguous."""
+    """Return x with its last dimension contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def flags(mask: Tensor | None, otherwise: Tensor) -> Tensor:
-    """Return the memory of the mask; without a mask any memory, which is not read."""
+    """Return the memory of the mask; without a mask, any memory, which is not read."""
     return otherwise if mask is None else mask.contiguous()
 
 
 def strides(*tensors: Tensor) -> list[int]:
-    """Strides of batch, head and token, one tensor after another."""
+    """Return the strides of batch, head and token, one tensor after another."""
     return [s for t in tensors for s in t.stride()[:3]]

@@ -1,6 +1,6 @@
 """Launches as torch operators, with shapes for compilers and with gradients.
 
-A gradient that is itself to be differentiated comes from the torch form.
+A gradient that is to be differentiated itself comes from the torch form.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from snnk_peft.functional.backend import plain_call
 
-PLAIN = {Tensor, torch.nn.Parameter, torch.dtype, int, float, bool, type(None)}  # subclasses may not compute
+PLAIN = {Tensor, torch.nn.Parameter, torch.dtype, int, float, bool, type(None)}  # subclasses may not compute anything
 
 
 def operator(name: str, schema: str) -> Callable[[Callable[..., Any]], Any]:
-    """Decorator: the function is the operator snnk_peft::{name} on every device that the kernels take."""
+    """Register the decorated function as the operator snnk_peft::{name} on every device of the kernels."""
     return torch.library.custom_op(f"snnk_peft::{name}", mutates_args=(), schema=schema)
 
 
@@ -37,14 +37,14 @@ def narrow(x: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def same(x: Tensor) -> Tensor:
-    """The gradient of a tensor, as an operator gives it."""
+    """Return the gradient of a tensor in the form that an operator returns."""
     return narrow(x, *x.shape, dtype=x.dtype)
 
 
 def differentiable(
     ctx: Any, given: Sequence[Any], gradients: Sequence[Tensor], function: Callable[..., Any]
 ) -> tuple[Any, ...]:
-    """Gradients of the inputs that have one, through torch's own operations, as far as they are asked for."""
+    """Compute the requested gradients of the inputs through torch's own operations."""
     wanted = [x for x, needed in zip(given, ctx.needs_input_grad, strict=True) if needed]
     found = iter(torch.autograd.grad(function(*given), wanted, gradients, create_graph=True))
     return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
@@ -53,13 +53,13 @@ def differentiable(
 def direct(
     operator: Any, launch: Callable[..., Any], save: Callable[..., None], back: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Give an operator its gradients `back`, from what its `setup_context` `save` keeps, and return it without torch's
-    dispatcher, which takes as long as a launch does, where torch computes at once."""
+    """Give an operator its gradients `back`, from what its `setup_context` `save` stores, and return it without torch's
+    dispatcher, which takes as long as a launch, if torch runs eagerly."""
     operator.register_autograd(back, setup_context=save)
 
     class Direct(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:  # a `setup_context` of its own would cost a search for its signature
+        def forward(ctx: Any, *given: Any) -> Any:  # a separate `setup_context` would cost a signature lookup
             found = launch(*given)
             save(ctx, given, found)
             return found
