@@ -365,7 +365,7 @@ class FinetuneConfig:
         if getattr(self.output, "cost", False) and getattr(self.method, "head", "own") == "wide":
             faults.append("output.cost is true with method.head=wide, which it does not count; set one to its default")
         if getattr(self.train, "epochs", None) == 0 and not getattr(self.method, "fit_head", False):
-            faults.append("train.epochs is 0, and method.fit_head is false: nothing would be learned; change one of them")
+            faults.append("train.epochs is 0, and method.fit_head is false: nothing would be learned. Set one of them")
         given = self.augment.given
         if given and getattr(self.method, "cut", None) is not None:
             faults.append(

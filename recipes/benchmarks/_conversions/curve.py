@@ -3,7 +3,7 @@
     python recipes/benchmarks/convert_models.py curve --model path/to/minilm-l6-sst2 --data path/to/glue
     python recipes/benchmarks/convert_models.py curve --model .. --data .. --only "plan 2x" --seeds 1
     python recipes/benchmarks/convert_models.py curve --task imdb --model runs/imdb_full/model --data path/to/aclImdb \\
-        --max-length 512 --batch-size 8 --sentences 320 --score-at-most 1000 --shapes 4x512 \\
+        --max-length 512 --batch-size 8 --sentences 640 --score-at-most 1000 --shapes 4x512 \\
         --only plan attention --seeds 1
 
 A point is one way to make a fine-tuned BERT smaller, at one size, calibrated on one draw of training examples (of more

@@ -192,7 +192,7 @@ def render(table: Table, tried: Rates) -> str:
     lines = [
         f"# GLUE dev scores ({models})",
         "",
-        f"Rendered by `study.py page {out.name}` from the `.jsonl` beside this folder; every line holds the settings",
+        "Rendered by `study.py page` from the `.jsonl` beside this folder; every line holds the settings",
         "and the environment of its run. Scores in percent: accuracy (RTE, SST-2), mean of accuracy and F1 (MRPC),",
         "mean of Pearson and Spearman (STS-B), Matthews (CoLA). The epoch is chosen on a tenth of the training rows,",
         "which is held back; the dev set is scored once. Mean ± standard error (number of seeds). The average is",
