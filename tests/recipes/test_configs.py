@@ -163,7 +163,7 @@ def picture(file: Path, models: Path, out: Path) -> list[str]:
 
 
 def copies(file: Path, models: Path, out: Path) -> list[str]:
-    return ["data.length=16"]
+    return ["data.length=64"]
 
 
 def potential(file: Path, models: Path, out: Path) -> list[str]:

@@ -93,7 +93,7 @@ def test_all_faults_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
     file = tmp_path / "bad.yaml"
     file.write_text(
         "task: rtee\nmodle: {}\nmethod: {name: snnk, adapter: {num_features: 0, componnent: relu}}\n"
-        "train: {epochs: 0, learning_rate: fast, schedule: cosine, group_by_length: 1, max_grad_norm: .nan}\n"
+        "train: {epochs: -1, learning_rate: fast, schedule: cosine, group_by_length: 1, max_grad_norm: .nan}\n"
         "output: {}\n"
     )
     with pytest.raises(ConfigError) as caught:
@@ -102,7 +102,7 @@ def test_all_faults_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
     for part in (
         "modle: unknown setting 'modle'; did you mean 'model'?",
         "train.bach_size: unknown setting 'bach_size'; did you mean 'batch_size'?",
-        "train.epochs is 0; expected an integer >= 1",
+        "train.epochs is -1; expected an integer >= 0",
         "train.learning_rate is 'fast'; expected a number",
         "train.schedule is 'cosine'; expected 'constant_with_warmup' or 'linear'",
         "train.group_by_length is 1; expected true or false",

@@ -81,7 +81,7 @@ def by_attention(model: Any, batches: list[dict[str, Tensor]], count: int) -> li
     shown = copy.deepcopy(model)
     shown.set_attn_implementation("eager")
     for number in range(2):
-        ids = recalled(stream, 3000 * number, 640)
+        ids = recalled(stream, number * min(3000, len(stream) // 2), 640)
         with torch.inference_mode():
             weights = shown(input_ids=ids[None], output_attentions=True, use_cache=False).attentions
         second = torch.arange(len(ids) - PASSAGE, len(ids) - 1)
