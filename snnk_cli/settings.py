@@ -356,7 +356,7 @@ class FinetuneConfig:
     def check(self) -> list[str]:
         """Check that the task exists and fits the data settings, and that only images are augmented."""
         faults = task_faults(self.task, self.data)
-        whole = getattr(self.method, "train_base", False)  # closed_form.py has a method of its own
+        whole = getattr(self.method, "train_base", False)  # fit_head.py has a method section of its own
         if whole and self.output.save_model and not self.output.bundle:
             faults.append(
                 "output.bundle is false with method.train_base, of which nothing else is saved; set it to true, or "

@@ -1,4 +1,4 @@
-"""The settings of recipes/fit_head.py and of recipes/closed_form.py. Nothing here imports torch."""
+"""The settings of recipes/fit_head.py. Nothing here imports torch."""
 
 # `option` returns a dataclasses.field, which is a valid dataclass default.
 # ruff: noqa: RUF009
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from snnk_cli.config import option
-from snnk_cli.settings import FinetuneConfig, PoolingSection, RunOutput, StepSettings
+from snnk_cli.settings import FinetuneConfig, RunOutput, StepSettings
 
 
 @dataclass
@@ -36,19 +36,3 @@ class FitHeadConfig(FinetuneConfig):
     output: RunOutput
     method: FitHeadSection = field(default_factory=FitHeadSection)
     train: StepSettings = field(default_factory=StepSettings)
-
-
-@dataclass
-class ClosedFormSection(PoolingSection):
-    """The features that the head reads."""
-
-    component: str = option("cos", "component function of the features")
-    num_features: int = option(512, "rows of W", low=1)
-
-
-@dataclass
-class ClosedFormConfig(FinetuneConfig):
-    """All settings of this recipe."""
-
-    output: RunOutput
-    method: ClosedFormSection = field(default_factory=ClosedFormSection)

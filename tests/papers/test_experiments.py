@@ -12,7 +12,6 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import finetune
 import pytest
 import torch
 import yaml
@@ -20,7 +19,7 @@ from accelerate import Accelerator
 from data.listops import write_listops
 from papers.lib import lra_model
 from papers.programs import tiny_llama, train_lra
-from recipe_world import RECIPES, write_world
+from recipe_world import RECIPES
 from safetensors.torch import load_file
 from transformers import LlamaConfig
 
@@ -219,10 +218,8 @@ def test_a_stopped_language_model_continues_to_the_same_weights(
 
 @pytest.fixture(params=sorted(entry.name for entry in OLD.iterdir()))
 def old(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with runs that a version began and did not end, and their data; the current folder."""
-    for name in ("finetune", "train_lra"):
-        shutil.copytree(OLD / request.param / name, tmp_path / name)
-    write_world(tmp_path)
+    """A folder with a run that a version began and did not end, and its data; the current folder."""
+    shutil.copytree(OLD / request.param / "train_lra", tmp_path / "train_lra")
     sizes = {"train": 64, "validation": 16, "test": 16}
     write_listops(tmp_path / "listops", sizes, 0, min_length=4, max_length=24, max_depth=3, max_args=4)
     monkeypatch.chdir(tmp_path)
@@ -236,12 +233,6 @@ def test_a_run_of_an_earlier_version_continues_to_the_same_end(old: Path, capsys
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():  # the other version ran on another processor
         torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-5)
-
-
-def test_a_fine_tuning_of_an_earlier_version_continues(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert finetune.main(["finetune/config.yaml", "--resume"]) == 0
-    assert "continuing after step 5" in capsys.readouterr().out
-    assert json.loads(Path("finetune/metrics.json").read_text())["examples"] == {"train": 40, "validation": 10}
 
 
 def test_settings_that_an_earlier_version_did_not_have_are_the_defaults(old: Path) -> None:

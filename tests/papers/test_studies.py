@@ -10,12 +10,14 @@ from papers import study
 from papers.lib.study import PAPERS, STUDIES, entries, expanded, load
 
 KEYS = {"about", "program", "config", "settings", "methods", "tasks", "further", "seeds", "page", "shared", "draws"}
-KEYS |= {"rates_from", "rates", "rates_of", "without", "needs", "pretraining"}
+KEYS |= {"rates_from", "rates", "rates_of", "only", "without", "needs", "pretraining"}
 
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_it_names_what_there_is(name: str) -> None:
-    assert entries(name).keys() <= KEYS
+    given = entries(name)
+    assert given.keys() <= KEYS
+    assert set(given.get("only", ())) <= given["methods"].keys()
     found = load(name)
     assert set(found.chosen) <= found.tasks.keys()
     assert not found.page or (PAPERS / "pages" / f"{found.page}.py").is_file()

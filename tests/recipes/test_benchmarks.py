@@ -74,7 +74,7 @@ def test_make_benchmarks_leaves_out_what_needs_a_model() -> None:
     told = subprocess.run(asked, cwd=BENCHMARKS.parent.parent, capture_output=True, text=True, check=True).stdout
     run = {Path(name).name for name in re.findall(r"recipes/benchmarks/\w+\.py", told)}
     programs = {path.name: path.read_text(encoding="utf-8") for path in BENCHMARKS.glob("[a-z]*.py")}
-    assert "fused_products.py" in run
+    assert "snnk_layer.py" in run
     assert run <= programs.keys()
     assert not [name for name in run if "required=True" in programs[name]]
 
@@ -103,20 +103,6 @@ def test_a_curve_names_its_figures_by_the_task() -> None:
 
 
 # --- layers, attention, memory ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_one_product_instead_of_several(output: Path) -> None:
-    given = ["--shapes", "1x4", "--repetitions", "1"]
-    rows = figures(output, "fused_products.py", *given)["rows"]
-    assert len(rows) == 4
-    for row in rows:
-        assert row["ms apart"] > 0
-        assert row["ms as one"] > 0
-        # One repetition: the ratio is of these two, and the sign of what is saved that of their difference. How large
-        # it is says nothing here; a busy processor makes it any number.
-        assert row["speed-up of the products"] == pytest.approx(row["ms apart"] / row["ms as one"])
-        assert (row["share of the model's time saved"] > 0) == (row["ms apart"] > row["ms as one"])
 
 
 @pytest.mark.slow
@@ -216,17 +202,6 @@ def test_steps_of_vision_models(output: Path) -> None:
     assert trained["vit_cifar", "snnk_pfeiffer"] == 6 * 32 * 192 + 1930
     assert trained["vit_cifar", "least"] == 192 + 1930
     assert trained["vit_small", "snnk"] == 12 * 2 * 16 * 384 + 3850
-
-
-@pytest.mark.slow
-def test_loader_of_pictures(output: Path) -> None:
-    given = ["--repetitions", "1", "--batches", "2", "--batch-size", "1", "--workers", "0", "1"]
-    rows = figures(output, "data_loading.py", *given)["rows"]
-    assert [(row["model"], row["workers"]) for row in rows] == [
-        (name, workers) for name in ("vit_cifar", "vit_small") for workers in (0, 1)
-    ]
-    for row in rows:
-        assert row["loader_over_step"] == pytest.approx(row["loader_per_second"] / row["step_per_second"])
 
 
 @pytest.mark.slow

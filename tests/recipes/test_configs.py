@@ -21,7 +21,6 @@ from data import TASKS
 from glue_files import sentences, write_task
 from imdb_files import write_reviews
 from lib.finetuning import Finetuning
-from lib.head_comparison import ClosedForm
 from lib.head_fitting import FitHead
 from papers.lib.cifar_resnet import CifarResNet
 from papers.programs import (
@@ -217,7 +216,6 @@ STAND_INS = {
     "glue": (Finetuning, glue),
     "uptraining": (Finetuning, uptraining),
     "table.yaml": (Finetuning, table),
-    "closed_form.yaml": (ClosedForm, head),
     "head.yaml": (FitHead, head),
     "imdb.yaml": (Finetuning, reviews),
     "convert": (Converting, conversion),

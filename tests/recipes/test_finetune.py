@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import bundle
-import closed_form
 import datasets
 import finetune
 import numpy as np
@@ -176,7 +175,7 @@ def test_every_setting_is_explained_in_the_help() -> None:
 HEAVY = ("torch", "transformers", "peft", "datasets", "sklearn", "accelerate")
 
 
-@pytest.mark.parametrize("name", ["finetune", "fit_head", "closed_form", "score", "convert", "bundle", "export", "gpu"])
+@pytest.mark.parametrize("name", ["finetune", "fit_head", "score", "convert", "bundle", "export", "gpu"])
 def test_help_answers_before_the_large_libraries_are_loaded(name: str) -> None:
     # -X importtime names every module that is loaded, on standard error.
     asked = [sys.executable, "-X", "importtime", str(program_file(name)), "--help"]
@@ -335,17 +334,6 @@ def test_examples_longer_than_the_positions_are_refused_before_the_run(
     assert finetune.main(["run.yaml", "data.max_length=16", "train.epochs=1"]) == 0
     assert score.main(["run", "data.max_length=17"]) == 2
     assert "set data.max_length=16" in capsys.readouterr().err
-    settings = str(RECIPES / "configs/closed_form.yaml")
-    given = [settings, "task=rte", "data.dir=glue", "model.name_or_path=bert", "output.dir=closed"]
-    assert closed_form.main(given) == 2
-    assert expected in capsys.readouterr().err
-    write_task(tmp_path / "glue", "rte", n_train=300, n_dev=10)  # five batches, one of which chooses the ridge
-    small = ["data.max_length=16", "method.num_features=8", "train.epochs=1"]
-    assert closed_form.main([*given, *small]) == 0
-    report = json.loads((tmp_path / "closed/metrics.json").read_text())
-    assert [row["head"] for row in report["rows"]] == ["closed form", "AdamW, 1 epochs"]
-    assert report["relative_difference_to_sklearn_ridge"] < 1e-3
-    assert report["trainable_parameters"] == 2 * (8 + 1)
 
 
 def test_roberta_counts_its_positions_from_the_padding_token() -> None:

@@ -287,7 +287,7 @@ def test_every_program_that_writes_asks(here: Path, capsys: pytest.CaptureFixtur
         assert f"{held} is being written by process {os.getpid()}" in capsys.readouterr().err
     with alone(Path("page")), pytest.raises(ConfigError, match="page is being written"):
         measured_page(Path("page"), False, lambda: pytest.fail("measured"), lambda figures: "")
-    for file in ("benchmarks/import_time.py", "papers/programs/pointwise.py", "gpu.py"):
+    for file in ("benchmarks/snnk_layer.py", "papers/programs/pointwise.py", "gpu.py"):
         more = ["--device", "cpu"] if file == "gpu.py" else []
         with alone(Path("figures")):
             done = run_python([str(RECIPES / file), "--output", "figures", *more], env=ENVIRONMENT)

@@ -41,7 +41,7 @@ def write_cola(folder: Path, texts: Sequence[str], dev: int) -> list[str]:
 
 def test_all_files_of_texts_train_the_same() -> None:
     methods = [load_config(FinetuneConfig, file).method for file in FILES]
-    assert len(methods) == 10
+    assert len(methods) == 6
     for method in methods:
         assert (method.adapter, method.parts) == (methods[0].adapter, methods[0].parts)
         assert method.fit_head
