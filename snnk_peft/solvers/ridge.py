@@ -9,9 +9,8 @@ number of λ share one eigendecomposition. With S = Σ (φ−φ̄)(φ−φ̄)ᵀ
 moments taken on other tokens score any readout without reading a token again:
 Σ‖W₂(y − Aφ − a)‖² = Σ‖W₂(y−ȳ)‖² − 2 tr(W₂ A Cᵀ W₂ᵀ) + tr(W₂ A S Aᵀ W₂ᵀ) + n‖W₂(ȳ − Aφ̄ − a)‖².
 
-A fully bundled head is linear in its features: `closed_form_head` is its optimum for the squared error (SNNK paper,
-section 3.3 and App. J.3); for one-hot targets, a least-squares classifier, whose outputs are scores, not
-log-probabilities.
+A fully bundled head is linear in its features, and this is its optimum for the squared error (SNNK paper, section 3.3
+and App. J.3); for one-hot targets, a least-squares classifier, whose outputs are scores, not log-probabilities.
 """
 
 from __future__ import annotations
@@ -198,27 +197,3 @@ def one_hot_targets(labels: Tensor, num_classes: int) -> Tensor:
             f"(num_classes={num_classes})"
         )
     return torch.nn.functional.one_hot(labels.long(), num_classes).double()
-
-
-def closed_form_head(batches: Iterable[tuple[Tensor, Tensor]], ridge: float = 0.0) -> Readout:
-    """Return the optimal head on given features, weight (k, m) and bias (k,), in one pass and fp64.
-
-    Args:
-        batches: pairs (features (n, m), targets (n,) or (n, k)); for classes, the `one_hot_targets`.
-        ridge: λ >= 0 of the penalty λ‖W̄‖² (scikit-learn's `alpha`; the intercept is not penalised). 0 is least squares,
-            of minimum norm if there are fewer examples than features.
-
-    Raises:
-        ConfigError: mismatched shapes.
-        ValueError: no examples, or NaN or infinity among features or targets.
-    """
-    accumulator: GramAccumulator | None = None
-    for features, targets in batches:
-        if targets.ndim == 1:
-            targets = targets.unsqueeze(1)
-        if accumulator is None:
-            accumulator = GramAccumulator(features.shape[-1], targets.shape[-1])
-        accumulator.update(features, targets)
-    if accumulator is None:
-        raise ValueError("batches is empty; expected at least one (features, targets) pair")
-    return accumulator.solve(ridge)

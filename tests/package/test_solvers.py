@@ -12,7 +12,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.solvers.nystrom import nystrom_readout
-from snnk_peft.solvers.ridge import GramAccumulator, closed_form_head, fit_ridge, one_hot_targets
+from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge, one_hot_targets
 
 F64 = torch.float64
 
@@ -170,23 +170,20 @@ def test_ridge_faults():
 def test_closed_form_regression_head():
     """Least squares, of minimum norm with fewer examples than features (SNNK paper, section 3.3)."""
     features, targets = tokens()
-    batches = list(zip(features.split(50), targets.split(50)))
+    moments = GramAccumulator(10, targets.shape[1])
+    for part in zip(features.split(50), targets.split(50)):
+        moments.update(*part)
     for ridge in (0.0, 3.0):
-        head = closed_form_head(batches, ridge)
+        head = moments.solve(ridge)
         expected = Ridge(alpha=ridge).fit(features.numpy(), targets.numpy())
         np.testing.assert_allclose(head.weight, expected.coef_, rtol=1e-8, atol=1e-10)
         np.testing.assert_allclose(head.bias, expected.intercept_, rtol=1e-8, atol=1e-10)
     joined = torch.cat([features, torch.ones(len(features), 1, dtype=F64)], dim=1)
     solution = torch.linalg.lstsq(joined, targets).solution.T
-    torch.testing.assert_close(closed_form_head(batches).weight, solution[:, :-1], rtol=1e-8, atol=1e-10)
-    flat = closed_form_head([(features.float(), targets[:, 0].float())], 3.0)  # (n,) targets, fp32 input
-    assert flat.weight.shape == (1, 10)
-    assert flat.weight.dtype == F64
+    torch.testing.assert_close(moments.solve(0.0).weight, solution[:, :-1], rtol=1e-8, atol=1e-10)
 
 
-def test_closed_form_head_faults():
-    with pytest.raises(ValueError, match="batches is empty"):
-        closed_form_head([])
+def test_faults_of_labels():
     with pytest.raises(ConfigError, match="labels run from 0 to 3; expected 0 to 2"):
         one_hot_targets(torch.arange(4), 3)
     with pytest.raises(ConfigError, match="integer class indices"):
