@@ -22,8 +22,6 @@ from transformers import (
     EncoderDecoderModel,
     GPTJConfig,
     GPTJModel,
-    MPNetConfig,
-    MPNetForSequenceClassification,
     RobertaConfig,
     RobertaModel,
     ViTConfig,
@@ -35,7 +33,6 @@ from snnk_peft import (
     AdapterPart,
     AttentionPart,
     FFNPart,
-    ModelFamily,
     NarrowFFNPart,
     PoolerPart,
     SNNKConfig,
@@ -50,7 +47,7 @@ from snnk_peft.parts import PARTS, Part, layers_faults, resolve_layers
 from snnk_peft.tuner.given_model import plain_model
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.tiny_families import build, main_head
-from tests.tiny_models import TEXT, TOKENS, tiny, trained
+from tests.tiny_models import TEXT, tiny, trained
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -590,33 +587,6 @@ def test_lora_targets_that_match_nothing():
     method = settings.MethodSection(name="lora", lora=settings.LoraSection(target_modules=["qurey"]))
     with pytest.raises(ConfigError, match=r"target_modules is \['qurey'\], which matches no module.*query, value"):
         models.build_model(tiny("bert"), method, seed=0, calibration=None)
-
-
-def test_a_pooler_whose_activation_is_a_function(monkeypatch):
-    """MPNet's head calls tanh between its dense layer and out_proj: the two cannot be multiplied together."""
-    family = ModelFamily(
-        name="mpnet",
-        layers="{base}.encoder.layer",
-        attention="attention.attn",
-        attention_adapter="attention.attn.o",
-        ffn_in="intermediate.dense",
-        activation="intermediate.intermediate_act_fn",
-        ffn_out="output.dense",
-        ffn_adapter="output.dropout",
-        ffn_norm="attention.LayerNorm",
-        pooler="classifier.dense",
-        classifier="classifier",
-        classifier_of_pooler="classifier.out_proj",
-        head_output="classifier.out_proj",
-    )
-    monkeypatch.setitem(FAMILIES._members, "mpnet", family)
-    torch.manual_seed(0)
-    special = {key: TOKENS[key] for key in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    model = MPNetForSequenceClassification(MPNetConfig(**TEXT, **special))
-    patched = trained(get_snnk_model(model, SNNKConfig(pooler=PoolerPart("relu", "orf"))))
-    match = r"'classifier.out_proj' reads what 'classifier.dense' gives \(classifier_of_pooler\).*pooler_activation"
-    with pytest.raises(UnsupportedError, match=match):
-        bundle(patched)
 
 
 HALF = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
