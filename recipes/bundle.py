@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="folder for the bundle (default for a run: FOLDER/bundle)")
     parser.add_argument("--overwrite", action="store_true", help="replace an older bundle")
     arguments = parser.parse_intermixed_args(argv)
-    from snnk_cli import bundling  # with torch, for which `--help` need not wait
+    from lib import bundling  # with torch, for which `--help` need not wait
 
     given = arguments.folder, arguments.task, arguments.output, arguments.overwrite, arguments.overrides
     return guarded(lambda: bundling.bundle_folder(*given))

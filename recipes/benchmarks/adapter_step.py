@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
+from lib.trunk import STATES, Trunk
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForSequenceClassification,
@@ -44,7 +45,6 @@ from transformers import (
 from snnk_cli.baselines import norm_names
 from snnk_cli.models import resolve_model
 from snnk_cli.timing import operations
-from snnk_cli.trunk import STATES, Trunk
 from snnk_peft import AdapterPart, NormsPart, SNNKConfig, get_snnk_model
 
 TARGETS = ["query", "value"]

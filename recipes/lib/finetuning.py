@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lib.trunk import StoredExamples, Trunk
 from snnk_cli.baselines import head_with_bias, move_threshold, start_at_prior
 from snnk_cli.data import WeightedExamples, balanced_weights, calibration_batches
 from snnk_cli.evaluation import evaluation_splits, held_back_rows, matched_threshold, predict, repeat_notes
@@ -27,7 +28,6 @@ from snnk_cli.results import cost_of, save_models
 from snnk_cli.settings import FinetuneConfig, PoolingSection
 from snnk_cli.task_settings import completed, find_task
 from snnk_cli.terminal import read_log
-from snnk_cli.trunk import StoredExamples, Trunk
 from snnk_peft import fit_closed_form
 from snnk_peft.errors import ConfigError
 

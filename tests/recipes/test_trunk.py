@@ -13,12 +13,12 @@ import pytest
 import score
 import torch
 import transformers
+from lib import trunk as trunks
+from lib.trunk import STATES, VIEWS, Trunk
 from recipe_world import last_weights, write_settings, write_world
 from tiny_families import CONFIGS, build, main_head
 from tiny_models import CLASSIFIERS, inputs_for, tiny
 
-from snnk_cli import trunk as trunks
-from snnk_cli.trunk import STATES, VIEWS, Trunk
 from snnk_peft import HeadFeatures, with_head
 from snnk_peft.bundling.report import probe_inputs
 from snnk_peft.errors import ConfigError, UnsupportedError
