@@ -20,13 +20,14 @@ import torch
 from accelerate import Accelerator
 from data import TASKS
 from data._images import ArrayPictures
+from lib import trunk
 from PIL import Image
 from recipe_world import RECIPES, last_weights, same_tensors
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers import ViTImageProcessorPil as Processor
 
-from snnk_cli import training, trunk
+from snnk_cli import training
 from snnk_cli.evaluation import evaluation_splits, predict
 from snnk_cli.images import Augmentation, ImageExamples, crop_box, input_size
 from snnk_cli.settings import AugmentSection
