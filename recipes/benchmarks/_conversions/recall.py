@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> None:
         model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
         for share in arguments.cache:
             for way in WAYS:
+                if way == "original" and share != arguments.cache[0]:
+                    continue  # the same for every share
                 fixed = way in ("original", "window")
                 for seed in range(1 if fixed else arguments.seeds):
                     chosen = range(seed * arguments.texts, (seed + 1) * arguments.texts)
