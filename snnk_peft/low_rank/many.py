@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import multiprocessing
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
 
@@ -18,7 +18,7 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.low_rank.factorize import Factors, factorize
 from snnk_peft.low_rank.problem import InputMoments, check
 
-_OPTIONAL = {"init", "activation", "bias", "inputs", "seed"}
+_OPTIONAL = {"init": "function", "activation": "identity", "bias": None, "inputs": None, "seed": 0}
 
 
 @takes_declared
@@ -53,17 +53,8 @@ def factorize_many(
         raise ConfigError(f"processes is {processes!r}; expected an integer >= 1, or None for one per CPU core")
     _check_all(layers)
     workers = min(processes or _processors(), len(layers))
-    found: dict[str, Factors] = {}
-    with _bar(len(layers), progress) as advance:
-        if workers <= 1:
-            with _one_thread():
-                for name, layer in layers.items():
-                    found[name] = factorize(**layer)
-                    advance()
-        else:
-            for name, factors in _in_processes(layers, workers):
-                found[name] = factors
-                advance()
+    results = _here(layers) if workers <= 1 else _in_processes(layers, workers)
+    found = dict(_with_bar(results, len(layers)) if progress else results)
     return {name: found[name] for name in layers}
 
 
@@ -77,7 +68,7 @@ def _check_all(layers: Mapping[str, Mapping[str, Any]]) -> None:
         if not isinstance(layer, Mapping):
             faults.append(f"layer {name!r} is {in_words(layer)}; expected a dict such as {{'weight': W, 'rank': 8}}")
             continue
-        unknown = sorted(set(layer) - _OPTIONAL - {"weight", "rank"})
+        unknown = sorted(set(layer) - _OPTIONAL.keys() - {"weight", "rank"})
         missing = sorted({"weight", "rank"} - set(layer))
         if unknown or missing:
             faults.append(
@@ -85,15 +76,24 @@ def _check_all(layers: Mapping[str, Mapping[str, Any]]) -> None:
                 f"{', '.join(sorted(_OPTIONAL))}"
             )
             continue
-        rest = {"init": "function", "activation": "identity", "bias": None, "inputs": None, "seed": 0} | dict(layer)
         try:
-            check(**rest)
+            check(**(_OPTIONAL | dict(layer)))
         except ConfigError as error:
             faults += [f"layer {name!r}: {fault}" for fault in error.faults]
         except ArithmeticError as error:
             raise type(error)(f"layer {name!r}: {error}") from None
     if faults:
         raise ConfigError(faults)
+
+
+def _here(layers: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, Factors]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for name, layer in layers.items():
+            yield name, factorize(**layer)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _in_processes(layers: Mapping[str, Mapping[str, Any]], workers: int) -> Iterator[tuple[str, Factors]]:
@@ -108,7 +108,8 @@ def _in_processes(layers: Mapping[str, Mapping[str, Any]], workers: int) -> Iter
         jobs = {}
         for name in order:
             try:
-                packed = pickle.dumps({key: _plain(value) for key, value in layers[name].items()})
+                # As bytes: a pool sends tensors through shared memory, which may be scarce.
+                packed = pickle.dumps({key: _on(value, "cpu") for key, value in layers[name].items()})
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise ConfigError(
                     f"layer {name!r} cannot be sent to another process ({error}); use the name of an activation or a "
@@ -116,62 +117,32 @@ def _in_processes(layers: Mapping[str, Mapping[str, Any]], workers: int) -> Iter
                 ) from error
             jobs[pool.submit(_work, packed)] = name
         for job in as_completed(jobs):
-            U, V, bias, risk, seconds = job.result()
-            like = layers[jobs[job]]["weight"]
-            shift = None if bias is None else _tensors(bias).to(like.device)
-            yield jobs[job], Factors(_tensors(U).to(like.device), _tensors(V).to(like.device), shift, risk, seconds)
+            factors = pickle.loads(job.result())
+            device = layers[jobs[job]]["weight"].device
+            moved = {key: _on(getattr(factors, key), device) for key in ("U", "V", "bias")}
+            yield jobs[job], dataclasses.replace(factors, **moved)
 
 
-def _work(packed: bytes) -> tuple[Any, ...]:
-    factors = factorize(**{key: _tensors(value) for key, value in pickle.loads(packed).items()})
-    U, V, bias = (_plain(value) for value in (factors.U, factors.V, factors.bias))
-    return U, V, bias, factors.relative_risk, factors.seconds
+def _work(packed: bytes) -> bytes:
+    return pickle.dumps(factorize(**pickle.loads(packed)))
 
 
-class _Plain(tuple[Any, ...]):
-    """Pack a tensor as (bytes of numpy, dtype): torch would use shared memory, which may be scarce."""
-
-    __slots__ = ()
-
-
-def _plain(value: Any) -> Any:
+def _on(value: Any, device: Any) -> Any:
+    """Return tensors, or moments of tensors, on a device; anything else as it is."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu().contiguous()
-        return _Plain((value.view(torch.uint8).numpy(), value.dtype))
-    return InputMoments(*map(_plain, value)) if isinstance(value, InputMoments) else value
-
-
-def _tensors(value: Any) -> Any:
-    if isinstance(value, _Plain):
-        array, dtype = value
-        return torch.from_numpy(array).view(dtype)
-    return InputMoments(*map(_tensors, value)) if isinstance(value, InputMoments) else value
+        return value.detach().to(device).clone(memory_format=torch.contiguous_format)  # without the rest of a view
+    return InputMoments(*(_on(each, device) for each in value)) if isinstance(value, InputMoments) else value
 
 
 def _processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _bar(total: int, shown: bool) -> Iterator[Callable[[], None]]:
-    if not shown:
-        yield lambda: None
-        return
+def _with_bar(results: Iterator[tuple[str, Factors]], total: int) -> Iterator[tuple[str, Factors]]:
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     except ModuleNotFoundError as error:
         raise ConfigError("the progress bar needs rich: pip install rich, or progress=False") from error
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns) as bar:
-        task = bar.add_task("low-rank factors", total=total)
-        yield lambda: bar.advance(task)
+        yield from bar.track(results, total=total, description="low-rank factors")
