@@ -89,7 +89,7 @@ class CalibrationReport:
             ConfigError: the folder cannot be written to.
         """
         target = folder_of("folder", folder)
-        text = json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(plain(self.to_dict()), indent=2, allow_nan=False) + "\n"
         files = {target / "calibration.json": text.encode(), target / "calibration.png": draw(self.slots)}
         try:
             target.mkdir(parents=True, exist_ok=True)
@@ -156,13 +156,20 @@ def _pair(slot: SlotReport) -> str:
     return f"{slot.divergence_before:>9.4f} -> {slot.divergence_after:<7.4f}"[:20]
 
 
-def _finite(data: Any) -> Any:
-    """Replace NaN and infinity, which JSON lacks, by null."""
+def plain(data: Any) -> Any:
+    """Return plain data, with None for NaN and infinity, which JSON lacks."""
     if isinstance(data, Mapping):
-        return {key: _finite(value) for key, value in data.items()}
+        return {str(key): plain(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
+        return [plain(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
+
+
+def png(figure: Any) -> bytes:
+    """Return a matplotlib figure as a PNG file."""
+    file = io.BytesIO()
+    figure.savefig(file, dpi=120, format="png")
+    return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -255,9 +262,7 @@ def draw(slots: Sequence[Any]) -> bytes:
     axes[0].invert_yaxis()
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", ncols=2, frameon=False)
     figure.suptitle(f"calibration: {len(slots)} places, {sum(slot.seconds for slot in slots):.0f} s")
-    file = io.BytesIO()
-    figure.savefig(file, dpi=120, format="png")
-    return file.getvalue()
+    return png(figure)
 
 
 def _bars(axis: Any, values: Sequence[float | None], offset: float, colour: str, label: str | None) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from snnk_peft.arguments import folder_of
-from snnk_peft.calibrating.report import AdapterReport, CalibrationReport
-from snnk_peft.errors import ConfigError
-from snnk_peft.planning.result import Plan
+from snnk_peft.calibrating.report import AdapterReport, CalibrationReport, plain, png
+from snnk_peft.planning.result import Plan, new_figure
 from snnk_peft.saved_folder import whole_file
 
 ENOUGH = 0.98  # share of the answers from which nothing needs a remedy
@@ -76,12 +73,12 @@ class ConversionReport:
         return self.models["original"]["milliseconds"] / self.models["converted"]["milliseconds"]
 
     def to_dict(self) -> dict[str, Any]:
-        plain = ("models", "examples", "timed", "layers", "seconds", "recovery", "warnings", "settings")
+        names = ("models", "examples", "timed", "layers", "seconds", "recovery", "warnings", "settings")
         return {
             "speed_up": self.speed_up,
-            **{name: _plain(getattr(self, name)) for name in plain},
-            "plan": None if self.plan is None else _plain(self.plan.to_dict()),
-            "calibration": _plain(self.calibration.to_dict()),
+            **{name: plain(getattr(self, name)) for name in names},
+            "plan": None if self.plan is None else plain(self.plan.to_dict()),
+            "calibration": plain(self.calibration.to_dict()),
         }
 
     def save(self, folder: str | os.PathLike[str], *, picture: bool = True) -> None:
@@ -175,15 +172,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
 
 
-def _plain(data: Any) -> Any:
-    """Return plain data, with None for values that JSON lacks."""
-    if isinstance(data, Mapping):
-        return {str(key): _plain(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_plain(value) for value in data]
-    return None if isinstance(data, float) and not math.isfinite(data) else data
-
-
 def main_figure(row: Mapping[str, float]) -> str:
     """Return the main figure of a model's answers."""
     return next((name for name in ("agreement", "cosine", "correlation") if name in row), "distance")
@@ -195,14 +183,7 @@ def draw(report: ConversionReport) -> bytes:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            f"matplotlib is not installed, and {PICTURE} is drawn with it; pip install matplotlib, or save with "
-            "picture=False"
-        ) from error
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    figure = new_figure(PICTURE, height=3.6)
     left, right = figure.subplots(1, 2)
     name = main_figure(report.figures)
     for model, row in report.models.items():
@@ -218,6 +199,4 @@ def draw(report: ConversionReport) -> bytes:
     right.set_xticks(places)
     for axis in (left, right):
         axis.spines[["top", "right"]].set_visible(False)
-    file = io.BytesIO()
-    figure.savefig(file, dpi=120, format="png")
-    return file.getvalue()
+    return png(figure)

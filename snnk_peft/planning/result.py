@@ -162,14 +162,7 @@ class Plan:
             ) from error
 
     def _draw(self) -> Any:
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ConfigError(
-                "matplotlib is not installed, and plan.png is drawn with it; pip install matplotlib, or save with "
-                "picture=False"
-            ) from error
-        figure = Figure(figsize=(9, 3.8), layout="constrained")
+        figure = new_figure(PICTURE, height=3.8)
         left, right = figure.subplots(1, 2)
         left.plot([point["cost"] for point in self.curve], [point["error"] for point in self.curve])
         left.plot(self.predicted["cost"], self.predicted["error"], "o", label="plan")
@@ -218,3 +211,19 @@ def _kinds(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _parts(kinds: list[Any]) -> list[Part]:
     return list(SNNKConfig(parts=kinds).parts) if kinds else []
+
+
+def new_figure(picture: str, height: float) -> Any:
+    """Return an empty matplotlib figure for the file `picture`.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"matplotlib is not installed, and {picture} is drawn with it; pip install matplotlib, or save with "
+            "picture=False"
+        ) from error
+    return Figure(figsize=(9, height), layout="constrained")
