@@ -65,9 +65,13 @@ class Recorded(NamedTuple):
     def softmax(self) -> torch.Tensor:
         return self.rows(self.out)
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The further arguments of the kernel."""
+        return {"causal": self.causal, "scaling": self.scaling, "positions": self.positions}
+
     def linear(self, kernel: KernelAttention) -> torch.Tensor:
-        options: dict[str, Any] = {"causal": self.causal, "scaling": self.scaling, "positions": self.positions}
-        return self.rows(kernel(self.q, self.k, wide(self.v), self.mask, **options))
+        return self.rows(kernel(self.q, self.k, wide(self.v), self.mask, **self.options))
 
     def of_others(self, kernel: KernelAttention) -> Recorded:
         """Return the record without the heads that keep softmax."""
@@ -80,7 +84,7 @@ class Recorded(NamedTuple):
 class Recorder:
     """Stand-in for the kernel in an attention module that returns softmax attention and records its inputs."""
 
-    near_field = None
+    near_field: int | None = None
 
     def __init__(self) -> None:
         self.calls: list[Recorded] = []
@@ -100,10 +104,20 @@ class Recorder:
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
         pairs = pairwise_mask(mask, q, k, causal)
         keys, values = (repeat_kv(wide(each), q.shape[1] // k.shape[1]) for each in (k, v))
-        with full_precision(q):
-            out = nn.functional.scaled_dot_product_attention(wide(q), keys, values, attn_mask=pairs, scale=scaling)
-        self.calls.append(Recorded(q, k, v, out, mask, causal, scaling, positions))
+        out, weights = self.attend(wide(q), keys, values, pairs, scaling)
+        self.note(Recorded(q, k, v, out, mask, causal, scaling, positions), weights)
         return out.to(q.dtype)
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: torch.Tensor | None, scaling: float
+    ) -> tuple[torch.Tensor, Any]:
+        """Compute softmax attention over keys of every head, and its weights if `note` reads them."""
+        with full_precision(q):
+            return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pairs, scale=scaling), None
+
+    def note(self, call: Recorded, weights: Any) -> None:
+        """Record one call."""
+        self.calls.append(call)
 
 
 class Sample:
@@ -133,8 +147,8 @@ class Sample:
         return (recorded for _, recorded in self.kept)
 
 
-class Observer:
-    """Stand-in for the kernel in an attention module that returns softmax attention and records the kernel's loss.
+class Observer(Recorder):
+    """Stand-in that records the loss of the kernel it stands in for instead of its inputs.
 
     Attributes:
         losses: losses of the calls since `clear`, scalars with a gradient; empty without gradients.
@@ -152,58 +166,36 @@ class Observer:
         self.tokens = 0
         self._sums: Any = [0.0, 0.0, 0.0]  # of squared errors, of outputs, of their squares
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        *,
-        causal: bool = False,
-        scaling: float | None = None,
-        positions: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Softmax attention (B, H, L, D); arguments as in `KernelAttention.forward`."""
-        factor = q.shape[-1] ** -0.5 if scaling is None else scaling
-        pairs = pairwise_mask(mask, q, k, causal)
-        target = softmax_weights(wide(q), wide(k), pairs, factor)
-        out = target @ repeat_kv(wide(v), q.shape[1] // v.shape[1])
-        counted = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-        if mask is not None:
-            counted = mask[:, -q.shape[2] :]
-        options: dict[str, Any] = {"causal": causal, "scaling": scaling, "positions": positions}
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pairs: torch.Tensor | None, scaling: float
+    ) -> tuple[torch.Tensor, Any]:
+        weights = softmax_weights(q, k, pairs, scaling)
+        return weights @ v, weights
+
+    def note(self, call: Recorded, weights: Any) -> None:
         if self.fitting:
             with torch.enable_grad():
-                self.losses.append(self._loss(q, k, v, mask, options, target, out).transpose(1, 2)[counted].mean())
+                self.losses.append(self._loss(call, weights).transpose(1, 2)[call.counted].mean())
         else:
-            self._measure(wide(self.kernel(q, k, v, mask, **options)) - out, out, counted)
-        self.tokens += int(counted.sum())
-        return out.to(q.dtype)
+            missed = self._kernel_output(call) - call.out
+            error, rows = (x.transpose(1, 2)[call.counted].flatten(1).double() for x in (missed, call.out))
+            for index, value in enumerate((error.square().sum(), rows.sum(0), rows.square().sum())):
+                self._sums[index] = self._sums[index] + value
+        self.tokens += int(call.counted.sum())
 
-    def _loss(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        mask: torch.Tensor | None,
-        options: dict[str, Any],
-        target: torch.Tensor,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """Compute the loss per query, (B, H, L)."""
+    def _kernel_output(self, call: Recorded) -> torch.Tensor:
+        return wide(self.kernel(call.q, call.k, call.v, call.mask, **call.options))
+
+    def _loss(self, call: Recorded, target: torch.Tensor) -> torch.Tensor:
+        """Compute the loss per query, (B, H, L), from the weights of softmax."""
         if self.loss == "output":
-            return (wide(self.kernel(q, k, v, mask, **options)) - out).square().mean(-1)
-        own = wide(self.kernel.weights(q, k, mask, **options))
+            return (self._kernel_output(call) - call.out).square().mean(-1)
+        own = wide(self.kernel.weights(call.q, call.k, call.mask, **call.options))
         if self.loss == "weights":
             return (own - target).square().sum(-1)
         tiny = torch.finfo(own.dtype).tiny
         own = own / own.sum(-1, keepdim=True).clamp_min(tiny)
         return (torch.xlogy(target, target) - target * own.clamp_min(tiny).log()).sum(-1)
-
-    def _measure(self, difference: torch.Tensor, out: torch.Tensor, counted: torch.Tensor) -> None:
-        error, rows = (x.transpose(1, 2)[counted].flatten(1).double() for x in (difference, out))
-        for index, value in enumerate((error.square().sum(), rows.sum(0), rows.square().sum())):
-            self._sums[index] = self._sums[index] + value
 
     def error(self) -> float:
         """Return the squared error of the outputs since `clear`, relative to their variance."""
