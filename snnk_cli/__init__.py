@@ -20,6 +20,6 @@ def _import_alone(name: str) -> None:
     spec.loader.exec_module(sys.modules[spec.name])
 
 
-for _name in ("errors", "options", "registry", "yaml_files"):  # each imports only those before it
+for _name in ("errors", "options", "registry", "saved_folder", "yaml_files"):  # each imports only those before it
     if f"snnk_peft.{_name}" not in sys.modules:
         _import_alone(_name)

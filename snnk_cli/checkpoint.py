@@ -9,11 +9,10 @@ under the final name. Loading checks the manifest and every tensor's shape befor
 
 from __future__ import annotations
 
-import contextlib
 import random
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from snnk_cli.files import flush, read_json, remove, sha256, temporary_name, write_json, writing
+from snnk_cli.files import flush, read_json, sha256, write_json, writing
 from snnk_cli.processes import split_like, whole
 from snnk_peft import __version__
 from snnk_peft.errors import ConfigError
+from snnk_peft.saved_folder import remove, temporary_name
 
 
 class MisfitError(ConfigError):
@@ -72,25 +72,19 @@ def save_checkpoint(
     target = folder / f"step-{state['step']:07d}"
     # All processes fill one folder, named by the main one.
     temporary = Path(broadcast_object_list([str(temporary_name(target))])[0])
-    with _removed_on_failure(temporary), writing(target):
-        _fill_checkpoint(temporary, model, optimizer, state, accelerator)
-        if accelerator.is_main_process:
-            if target.exists():
-                shutil.rmtree(target)
-            temporary.rename(target)
-            flush(folder)
+    try:
+        with writing(target):
+            _fill_checkpoint(temporary, model, optimizer, state, accelerator)
+            if accelerator.is_main_process:
+                if target.exists():
+                    shutil.rmtree(target)
+                temporary.rename(target)
+                flush(folder)
+    except BaseException:
+        remove(temporary)  # a partial checkpoint would fill a disk that is already full
+        raise
     accelerator.wait_for_everyone()
     return target
-
-
-@contextlib.contextmanager
-def _removed_on_failure(temporary: Path) -> Iterator[None]:
-    """Remove a partial checkpoint on failure, so that it does not fill a disk that is already full."""
-    try:
-        yield
-    except BaseException:
-        remove(temporary)
-        raise
 
 
 def _fill_checkpoint(

@@ -1,8 +1,7 @@
 """Files that are either complete or absent: written under a temporary name, flushed to disk, then renamed.
 
 System errors (a full disk, a folder that is not writable) become a `FileError` that names the path and says what to do;
-the temporary file is removed. A temporary name contains the id of the process that uses it, so that leftovers of a
-killed process can be told from the files of a live one. `guarded` reports such errors in one line, not a traceback.
+the temporary file is removed. `guarded` reports such errors in one line, not a traceback.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +23,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from snnk_peft.errors import ConfigError, UnsupportedError
+from snnk_peft.saved_folder import remove, remove_leftovers, temporary_name
 
 _FULL = "free some space, or write to another disk"
 _CLOSED = "choose a folder that you may write to"
@@ -73,12 +72,12 @@ def check_writable(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn system errors inside the context into a FileError about `path`."""
+def writing(path: Path, unless_named: bool = False) -> Iterator[None]:
+    """Turn system errors inside the context into a FileError about `path`; `unless_named`, about the path they name."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        fault = file_fault(error, path)
+        fault = file_fault(error, None if unless_named and getattr(error, "filename", None) else path)
         if fault is None:
             raise
         raise FileError(fault) from error
@@ -106,47 +105,6 @@ def replacing(path: Path) -> Iterator[Path]:
             if refused is not None and (fault := file_fault(refused, path)) is not None:
                 raise FileError(fault) from error
             raise
-
-
-def remove(path: Path) -> None:
-    """Delete a file or folder if it exists and can be deleted."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
-def temporary_name(path: Path) -> Path:
-    """Return the hidden name next to `path` under which this process prepares it."""
-    return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
-
-
-def remove_leftovers(folder: Path, pattern: str = "*") -> list[str]:
-    """Delete temporary files left by dead processes of this machine, and return their names.
-
-    Args:
-        folder: folder to search, without its subfolders; it need not exist.
-        pattern: glob pattern of the files or folders that were prepared.
-    """
-    removed = []
-    for entry in sorted(folder.glob(f".{pattern}.tmp")):
-        owner = re.fullmatch(rf"\..+\.(\d+)@{re.escape(socket.gethostname())}\.tmp", entry.name)
-        if owner is None or _is_alive(int(owner[1])):
-            continue
-        remove(entry)
-        removed.append(entry.name)
-    return removed
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass  # another user's process
-    return True
 
 
 def sha256(path: Path) -> str:

@@ -19,9 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError
-
-from snnk_cli.files import FileError, check_writable, file_fault, writing
+from snnk_cli.files import check_writable, writing
 from snnk_peft.errors import ConfigError
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -49,7 +47,7 @@ def alone(path: Path, setting: str = "--output") -> Iterator[None]:
             handle = _taken(file, path, setting)
         _held[handle] = file
         try:
-            with _named(path):
+            with writing(path, unless_named=True):
                 yield
         finally:
             if os.getpid() == process:
@@ -118,18 +116,6 @@ def _refusal(holder: bytes, path: Path, setting: str) -> str:
         f"{path} is being written by {who}; wait until it has ended (its lock ends with it), stop it, or choose "
         f"another {setting}"
     )
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """Add the path to a system error without one, such as that of a full disk."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        fault = file_fault(error, None if getattr(error, "filename", None) else path)
-        if fault is None:
-            raise
-        raise FileError(fault) from error
 
 
 def _forget() -> None:

@@ -30,18 +30,10 @@ import yaml
 import snnk_peft
 from snnk_cli.checkpoint import list_checkpoints, read_state
 from snnk_cli.config import flatten, load_config, read_yaml
-from snnk_cli.files import (
-    check_writable,
-    read_json,
-    remove_leftovers,
-    sha256,
-    temporary_name,
-    write_json,
-    write_text,
-    writing,
-)
+from snnk_cli.files import check_writable, read_json, sha256, write_json, write_text, writing
 from snnk_cli.settings import FREE_ON_RESUME, PATHS
 from snnk_peft.errors import ConfigError
+from snnk_peft.saved_folder import remove_leftovers, temporary_name
 
 REPORT = "metrics.json"
 CONTENT = (

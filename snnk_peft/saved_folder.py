@@ -1,14 +1,15 @@
 """Atomic writes of files and folders: written elsewhere first, then renamed one by one, the config last.
 
 If a full disk or a killed process interrupts a write, the previous content remains. A kill between two renames can
-leave new weights next to an older config, whose digest of the weights then does not match (digests.py).
+leave new weights next to an older config, whose digest of the weights then does not match (digests.py). The id of the
+process is part of a temporary name, so that leftovers of a killed process can be told from the files of a live one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator
@@ -34,9 +35,10 @@ def written_whole(
     """
     target = Path(folder)
     made = [each for each in (target, *target.parents) if not each.exists()]
-    temporary = target / f".saving.{os.getpid()}@{socket.gethostname()}.tmp"
+    temporary = temporary_name(target / "saving")
     try:
-        _remove_leftovers(target)
+        remove_leftovers(target, "saving.*")
+        shutil.rmtree(temporary, ignore_errors=True)  # of a dead process with the same number
         staged = temporary / (target.resolve().name or "folder")  # a model card takes its title from the folder's name
         staged.mkdir(parents=True)
         yield staged
@@ -53,20 +55,45 @@ def written_whole(
                 each.rmdir()
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Delete unfinished files of this process, or of a dead one on this machine."""
-    host = f"@{socket.gethostname()}.tmp"
-    for found in target.glob(f".saving.*{glob.escape(host)}"):
-        number = found.name.removeprefix(".saving.").removesuffix(host)
-        try:
-            if int(number) != os.getpid():
-                os.kill(int(number), 0)  # only checks whether it is alive
-                continue
-        except (ValueError, PermissionError):
+def temporary_name(path: Path) -> Path:
+    """Return the hidden name next to `path` under which this process prepares it."""
+    return path.with_name(f".{path.name}.{os.getpid()}@{socket.gethostname()}.tmp")
+
+
+def remove_leftovers(folder: Path, pattern: str = "*") -> list[str]:
+    """Delete temporary files left by dead processes of this machine, and return their names.
+
+    Args:
+        folder: folder to search, without its subfolders; it need not exist.
+        pattern: glob pattern of the files or folders that were prepared.
+    """
+    removed = []
+    for entry in sorted(folder.glob(f".{pattern}.tmp")):
+        owner = re.fullmatch(rf"\..+\.(\d+)@{re.escape(socket.gethostname())}\.tmp", entry.name)
+        if owner is None or _is_alive(int(owner[1])):
             continue
-        except (ProcessLookupError, OverflowError):
-            pass
-        shutil.rmtree(found, ignore_errors=True)
+        remove(entry)
+        removed.append(entry.name)
+    return removed
+
+
+def remove(path: Path) -> None:
+    """Delete a file or folder if it exists and can be deleted."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # only checks whether it is alive
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass  # another user's process
+    return True
 
 
 def _publish(staged: Path, target: Path, outdated: Callable[[Path], bool]) -> None:

@@ -8,6 +8,7 @@ import random
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,10 +27,11 @@ from safetensors.torch import load_file, save_file
 from snnk_cli import checkpoint as checkpoints
 from snnk_cli import files, training
 from snnk_cli.checkpoint import list_checkpoints
-from snnk_cli.files import sha256, temporary_name
+from snnk_cli.files import sha256
 from snnk_cli.run_folder import claim_folder
 from snnk_cli.training import train_step
 from snnk_peft.errors import ConfigError
+from snnk_peft.saved_folder import temporary_name
 from tests.kill_runs import kill_runs
 
 KEEP = ("train.keep_checkpoints=9",)
@@ -447,9 +449,9 @@ def test_records_that_a_continuation_reads_are_those_of_its_checkpoint(
 def test_leftovers_of_killed_processes_go_and_those_of_live_ones_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, dead = files.socket.gethostname(), 2**22 + 1  # no process has a number above 2²²
+    host, dead = socket.gethostname(), 2**22 + 1  # no process has a number above 2²²
     gone = [f".adapter.{dead}@{host}.tmp", f"checkpoints/.step-0000003.{dead}@{host}.tmp"]
-    kept = [files.temporary_name(tmp_path / "log.jsonl").name, f".bundle.{dead}@elsewhere.tmp", ".strange.tmp"]
+    kept = [temporary_name(tmp_path / "log.jsonl").name, f".bundle.{dead}@elsewhere.tmp", ".strange.tmp"]
     for name in (*gone, *kept):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "file").write_text("half")
