@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from snnk_peft.errors import ConfigError
+from snnk_peft.heads.features import pooled
 from snnk_peft.solvers.reduce import ErrorMeter
 from snnk_peft.tuner.slot_layer import root_of
 
@@ -63,8 +64,8 @@ class Answers:
         name = next((name for name in outputs if name.endswith("_embeds")), None)
         name = name or next(n for n, v in outputs.items() if isinstance(v, Tensor) and v.is_floating_point())
         states = outputs[name].float()
-        pooled = self.pooling(states, inputs) if callable(self.pooling) else _pooled(states, mask, self.pooling)
-        return {"embedding": torch.nn.functional.normalize(pooled, dim=-1)}
+        vectors = self.pooling(states, inputs) if callable(self.pooling) else _pooled(states, mask, self.pooling)
+        return {"embedding": torch.nn.functional.normalize(vectors, dim=-1)}
 
     def kind(self, name: str, width: int) -> str:
         """Return "classes", "numbers" (regression) or "vectors" for the output `name` of `read`, `width` wide."""
@@ -267,11 +268,5 @@ def _pooled(states: Tensor, mask: Any, pooling: str) -> Tensor:
         return states.mean((2, 3))
     if states.ndim != 3:
         return states
-    if not isinstance(mask, Tensor) or mask.shape != states.shape[:-1]:
-        mask = torch.ones(states.shape[:-1], device=states.device)
-    weight = mask.to(states).unsqueeze(-1)
-    if pooling == "mean":
-        return (states * weight).sum(1) / weight.sum(1).clamp_min(1)
-    place = weight.squeeze(-1).long()
-    at = place.argmax(1) if pooling == "first" else place.shape[1] - 1 - place.flip(1).argmax(1)
-    return states[torch.arange(len(states), device=states.device), at]
+    counted = mask if isinstance(mask, Tensor) and mask.shape == states.shape[:-1] else None
+    return pooled(states, counted, pooling)

@@ -59,11 +59,7 @@ def _of_either(hidden: Tensor, mask: Tensor, second: Tensor | None) -> tuple[Ten
     """Compute the means over the first and the second text, 0 for a text without tokens."""
     if second is None:
         raise ValueError("the head reads pairs of texts; expected a mask of the second text's tokens")
-
-    def mean(part: Tensor) -> Tensor:
-        return (hidden * part.unsqueeze(-1)).sum(1) / part.sum(1, keepdim=True).clamp_min(1)
-
-    return mean(mask & ~second), mean(mask & second)
+    return token_mean(hidden, mask & ~second), token_mean(hidden, mask & second)
 
 
 def _apart(hidden: Tensor, mask: Tensor, second: Tensor | None) -> Tensor:
