@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, FINISHERS, Spec
-from snnk_peft.bundling.plan import FIELDS, SIZE, WIDEST, Check, expects, field_faults, stage_faults
+from snnk_peft.bundling.plan import FIELDS, SIZE, WIDEST, Check, expects, field_faults, list_of, or_none, stage_faults
 from snnk_peft.digests import notes
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap
@@ -100,23 +100,8 @@ def _use_linear_attention(model: Any) -> None:
         )
 
 
-def _term_faults(where: str, terms: Any) -> list[str]:
-    if not isinstance(terms, list) or not terms:
-        return [f"{where} is {str(terms)[:100]!r}; expected a list of terms"]
-    fields: dict[str, Check] = {"stages": _stages_faults, "key_stages": _key_stages_faults}
-    return [fault for i, term in enumerate(terms) for fault in field_faults(f"{where}[{i}]", term, fields)]
-
-
-def _stages_faults(where: str, stages: Any) -> list[str]:
-    if not isinstance(stages, list) or not stages:
-        return [f"{where} is {str(stages)[:100]!r}; expected a list of stages"]
-    return [fault for i, stage in enumerate(stages) for fault in stage_faults(f"{where}[{i}]", stage)]
-
-
-def _key_stages_faults(where: str, stages: Any) -> list[str]:
-    return [] if stages is None else _stages_faults(where, stages)
-
-
+STAGES = list_of("stages", stage_faults)
+TERM: dict[str, Check] = {"stages": STAGES, "key_stages": or_none(STAGES)}
 ROTARY: dict[str, Check] = {
     "frequencies": expects(
         "a list of finite numbers",
@@ -129,10 +114,10 @@ ROTARY: dict[str, Check] = {
     "distance": SIZE,
 }
 FIELDS["attention"] = {
-    "terms": _term_faults,
+    "terms": list_of("terms", lambda where, term: field_faults(where, term, TERM)),
     "num_heads": SIZE,
-    "near_field": lambda where, width: [] if width is None else SIZE(where, width),
-    "fitted_length": lambda where, length: [] if length is None else SIZE(where, length),
+    "near_field": or_none(SIZE),
+    "fitted_length": or_none(SIZE),
     "attention_implementation": expects(
         f"{PLANNED_ATTENTION!r}, without which the linear attention would be ignored",
         lambda value: value == PLANNED_ATTENTION,

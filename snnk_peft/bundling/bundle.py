@@ -272,10 +272,10 @@ def _write_report(
     configs = getattr(model, "peft_config", None) or {}
     # Read from a layer, since the transformers model inside a PeftModel does not know them.
     names = next((list(part.active_adapters) for part in base.modules() if isinstance(part, SlotLayer)), [])
-    original = _size(_unique(table[path].original for path in table))
-    slots = _size(_unique(part for place in table.values() for slot in place.slots for part in slot.modules()))
-    trained = _size(_unique(place.module for place in table.values() if place.module is not place.original))
-    after = _size(_unique(bundled.modules()))
+    original = size_of(_unique(table[path].original for path in table))
+    slots = size_of(_unique(part for place in table.values() for slot in place.slots for part in slot.modules()))
+    trained = size_of(_unique(place.module for place in table.values() if place.module is not place.original))
+    after = size_of(_unique(bundled.modules()))
     named = next((configs[name].base_model_name_or_path for name in names if name in configs), None)
     report = BundleReport(
         model_class=type(bundled).__name__,
@@ -310,7 +310,8 @@ def _unique(modules: Any) -> Tensors:
     }
 
 
-def _size(tensors: Tensors) -> tuple[int, int]:
+def size_of(tensors: Mapping[str, torch.Tensor]) -> tuple[int, int]:
+    """Return the number of their entries, and of their bytes."""
     return (
         sum(tensor.numel() for tensor in tensors.values()),
         sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from snnk_peft.arguments import in_words
-from snnk_peft.bundling.bundle import REMOVED_FIELDS, filled
+from snnk_peft.bundling.bundle import REMOVED_FIELDS, filled, size_of
 from snnk_peft.bundling.classes import POOLED_PREFIX, SavedBundle, bundle_model_class, original_class
 from snnk_peft.bundling.pooled_head import PooledHead
 from snnk_peft.bundling.report import BundleReport, Folded
@@ -195,8 +195,8 @@ def _volatile(prefix: str, part: nn.Module) -> dict[str, torch.Tensor]:
 
 def head_report(model: PreTrainedModel, made: Any, error: float, tolerance: float) -> BundleReport:
     """Create the report of `classifier_with`, for config and model card."""
-    before, after = _size(model), _size(made)
     head: PooledHead = made.snnk_head
+    before, after, encoder, new = (size_of(each.state_dict()) for each in (model, made, model.base_model, head))
     views = ", ".join(f"{pool} of {layer}" for layer, pool in head.reader.features.views)
     through = "" if head.reader.stage is None else f" and {head.reader.stage.in_words()}"
     replaced = [path for path, spec in made.config.snnk_plan["modules"].items() if spec["kind"] == "identity"]
@@ -204,8 +204,8 @@ def head_report(model: PreTrainedModel, made: Any, error: float, tolerance: floa
         paths=[*replaced, HEAD],
         before="pooler and head of the original",
         after=f"{views}{through} + Linear {head.reader.out_dim}→{head.linear.out_features}",
-        bytes_before=before[1] - _size(model.base_model)[1],
-        bytes_after=_size(head)[1],
+        bytes_before=before[1] - encoder[1],
+        bytes_after=new[1],
     )
     return BundleReport(
         model_class=type(made).__name__,
@@ -223,8 +223,3 @@ def head_report(model: PreTrainedModel, made: Any, error: float, tolerance: floa
         parity_tolerance=tolerance,
         dtype=str(model.dtype).removeprefix("torch."),
     )
-
-
-def _size(module: nn.Module) -> tuple[int, int]:
-    tensors = list(module.state_dict().values())
-    return sum(each.numel() for each in tensors), sum(each.numel() * each.element_size() for each in tensors)

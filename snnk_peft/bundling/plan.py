@@ -26,6 +26,22 @@ def expects(what: str, fits: Callable[[Any], bool]) -> Check:
     return lambda where, value: [] if fits(value) else [f"{where} is {str(value)[:100]!r}; expected {what}"]
 
 
+def or_none(check: Check) -> Check:
+    """Return a check that accepts None as well."""
+    return lambda where, value: [] if value is None else check(where, value)
+
+
+def list_of(what: str, check: Check) -> Check:
+    """Return a check of a list with at least one item, each by its own check."""
+
+    def faults(where: str, items: Any) -> list[str]:
+        if not isinstance(items, list) or not items:
+            return [f"{where} is {str(items)[:100]!r}; expected a list of {what}"]
+        return [fault for i, item in enumerate(items) for fault in check(f"{where}[{i}]", item)]
+
+    return faults
+
+
 def _is_whole(value: Any, least: int, most: int = WIDEST) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
@@ -81,12 +97,6 @@ def spec_faults(where: str, spec: Any) -> list[str]:
     return field_faults(where, {key: value for key, value in spec.items() if key != "kind"}, FIELDS[kind])
 
 
-def _sequence_faults(where: str, specs: Any) -> list[str]:
-    if not isinstance(specs, list) or not specs:
-        return [f"{where} is {str(specs)[:100]!r}; expected a list of modules"]
-    return [fault for i, spec in enumerate(specs) for fault in spec_faults(f"{where}[{i}]", spec)]
-
-
 # Kind -> its fields; bundling/attention.py adds its own.
 FIELDS: dict[str, dict[str, Check]] = {
     "keep": {},
@@ -104,7 +114,7 @@ FIELDS: dict[str, dict[str, Check]] = {
     },
     "features": {"stage": stage_faults},
     "adapter": {"stage": stage_faults},
-    "sequence": {"modules": _sequence_faults},
+    "sequence": {"modules": list_of("modules", spec_faults)},
     "beside": {"module": spec_faults, "stage": stage_faults},
     "leading": {"module": spec_faults, "width": SIZE},
     "heads": {"size": SIZE},

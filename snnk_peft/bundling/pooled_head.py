@@ -19,7 +19,7 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from snnk_peft.bundling.modules import ADDITIONS, BUILDERS, BundledModel, Spec
-from snnk_peft.bundling.plan import FIELDS, SIZE, YES_OR_NO, stage_faults
+from snnk_peft.bundling.plan import FIELDS, SIZE, YES_OR_NO, or_none, stage_faults
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.functional.precision import full_precision
 from snnk_peft.heads.features import HeadFeatures, HeadReader
@@ -185,13 +185,9 @@ def _view_faults(where: str, views: Any) -> list[str]:
     return []
 
 
-def _stage_or_none(where: str, stage: Any) -> list[str]:
-    return [] if stage is None else stage_faults(where, stage)
-
-
 FIELDS["pooled_head"] = {
     "views": _view_faults,
-    "stage": _stage_or_none,
+    "stage": or_none(stage_faults),
     "width": SIZE,
     "layers": SIZE,
     "outputs": SIZE,

@@ -72,8 +72,8 @@ def check_weights(
     config: SNNKConfig, model: nn.Module, slots: Mapping[str, list[Slot]], saved: list[str] | None, incoming: Incoming
 ) -> None:
     """Raise ConfigError if the tensors to load do not fit; nothing is changed."""
-    given_layout = {_place(key): entry for key, entry in incoming.layout.items()}
-    checksums = {_place(key): value for key, value in incoming.checksums.items()}
+    given_layout = {original_path(key): entry for key, entry in incoming.layout.items()}
+    checksums = {original_path(key): value for key, value in incoming.checksums.items()}
     expected: Layout = {}
     for place, installed in slots.items():
         holder = nn.ModuleList(installed)
@@ -89,7 +89,7 @@ def check_weights(
             for key, value in cast(nn.Module, original).state_dict().items():
                 expected[f"{original_path(name)}.{key}"] = (tuple(value.shape), value.dtype)
     base = {original_path(key): (tuple(value.shape), value.dtype) for key, value in model.state_dict().items()}
-    embeddings = {_place(key) for key in config.saved_embeddings or ()} & _embedding_keys(model)
+    embeddings = {original_path(key) for key in config.saved_embeddings or ()} & _embedding_keys(model)
     expected |= {key: base[key] for key in embeddings}
     check_labels(config, model, given_layout, expected)
     faults = [f"{key} is missing" for key in sorted(expected.keys() - given_layout.keys())]
@@ -132,11 +132,6 @@ def _embedding_keys(model: Any) -> set[str]:
             if module is embedding:
                 keys |= {original_path(f"{name}.{key}") for key in embedding.state_dict()}
     return keys
-
-
-def _place(key: str) -> str:
-    """Strip PEFT's prefix, and the wrappers around a module inside a wrapped one, from a key of the file."""
-    return original_path(key)
 
 
 def _inside_adapter(name: str) -> bool:
