@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from papers.lib import plots as papers_plots
 from papers.programs import tiny_llama
 from transformers import LlamaConfig
 
@@ -16,7 +17,8 @@ from snnk_cli import plots
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The figures that are stored."""
     figures: list[Any] = []
-    monkeypatch.setattr(plots, "store", lambda figure, file: figures.append(figure))
+    for module in (plots, papers_plots):
+        monkeypatch.setattr(module, "store", lambda figure, file: figures.append(figure))
     return figures
 
 

@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from papers.lib.plots import scatter_panels
 from papers.lib.reports import Table
-from snnk_cli.plots import scatter_panels
 from snnk_cli.tables import grid, mean_in_words
 
 BESIDE = "evaluation"  # the second report of each run

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from papers.lib.plots import score_rows
 from papers.lib.reports import Table
-from snnk_cli.plots import score_rows
 from snnk_cli.tables import grid, mean_in_words, spread, standard_error
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from papers.lib.plots import score_rows
 from papers.lib.reports import Rates, Table, collect
 from papers.lib.reports import rates as tried_rates
-from snnk_cli.plots import score_rows
 from snnk_cli.tables import grid, spread
 
 ROOT = Path(__file__).resolve().parents[3]

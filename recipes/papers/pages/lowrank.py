@@ -11,12 +11,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from papers.lib.plots import scatter_panels, score_panels
 from papers.lib.reports import Table
 from papers.lib.start_errors import AXES, correlations_of, in_words, row_of
 from papers.lib.start_errors import panels as error_panels
 from papers.lib.verdicts import interval
 from snnk_cli.files import read_json
-from snnk_cli.plots import scatter_panels, score_panels
 from snnk_cli.tables import grid, mean_and_error, spread, standard_error
 
 ROOT = Path(__file__).resolve().parents[3]

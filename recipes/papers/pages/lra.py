@@ -10,8 +10,8 @@ from typing import Any
 from data import TASKS
 
 from papers.lib import printed_pairs
+from papers.lib.plots import score_rows
 from papers.lib.reports import Table
-from snnk_cli.plots import score_rows
 from snnk_cli.tables import grid, mean_in_words, spread, standard_error
 
 # Settings that a table may mix, and that readers must know before comparing two numbers.

@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from papers.lib.plots import score_panels
 from papers.lib.reports import Table
-from snnk_cli.plots import score_panels
 from snnk_cli.tables import grid, mean_in_words, spread, standard_error
 
 LEVELS = (0.5, 0.9, 0.99)

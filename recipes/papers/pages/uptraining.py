@@ -7,8 +7,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from papers.lib.plots import score_panels
 from papers.lib.reports import Table
-from snnk_cli.plots import score_panels
 from snnk_cli.tables import grid, mean_and_error
 
 # Task -> the metric of the paper's tables.

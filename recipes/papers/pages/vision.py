@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from papers.lib.plots import score_points
 from papers.lib.reports import Table
-from snnk_cli.plots import score_points
 from snnk_cli.tables import grid, spread
 
 # Remarks on the stored runs of a task that the figures do not show.

@@ -31,13 +31,13 @@ import torch
 
 from papers.lib.layer_settings import SineMethod, SineModel, layer_faults
 from papers.lib.picture_rows import read_picture
+from papers.lib.plots import picture_grid
 from papers.lib.sine_network import SineNetwork, derivatives
 from papers.lib.training import Training
 from snnk_cli.config import option
 from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data, Finished
 from snnk_cli.launch import launch
-from snnk_cli.plots import picture_grid
 from snnk_cli.settings import RunOutput, StepSettings
 
 RANGE = 2.0  # range of values in [−1, 1]

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from papers.lib.layer_settings import SineMethod, SineModel, layer_faults
+from papers.lib.plots import picture_grid
 from papers.lib.sine_network import PotentialNetwork, SineNetwork
 from papers.lib.training import Training
 from papers.lib.two_bodies import LocalEnergies, TwoBodies, energies_in
@@ -32,7 +33,6 @@ from snnk_cli.config import option
 from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data, Finished
 from snnk_cli.launch import launch
-from snnk_cli.plots import picture_grid
 from snnk_cli.processes import unwrapped
 from snnk_cli.settings import RunOutput, StepSettings
 from snnk_peft.errors import ConfigError

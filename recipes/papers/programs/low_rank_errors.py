@@ -26,12 +26,12 @@ from rich.progress import track
 
 from papers.lib.lowrank_model import rebuilt_errors
 from papers.lib.lowrank_settings import LowRankConfig
+from papers.lib.plots import scatter_panels
 from papers.lib.reports import read_reports
 from papers.lib.start_errors import AXES, correlations_of, in_words, panels, row_of
 from snnk_cli.config import load_config
 from snnk_cli.files import write_json
 from snnk_cli.lock import hold
-from snnk_cli.plots import scatter_panels
 from snnk_cli.run_folder import environment
 from snnk_cli.terminal import show_table
 from snnk_peft.errors import ConfigError

@@ -31,11 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 
 from papers.lib.measured_page import measured_page, page_options
+from papers.lib.plots import eigenvalue_panels
 from papers.lib.reports import by_model
 from papers.lib.runs import load_folder
 from papers.lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, spectra
 from snnk_cli.files import guarded
-from snnk_cli.plots import eigenvalue_panels
 from snnk_cli.run_folder import environment
 from snnk_cli.tables import grid
 from snnk_cli.terminal import bar, show_table

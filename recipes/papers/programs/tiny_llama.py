@@ -32,12 +32,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from papers.lib.byte_windows import ByteWindows, bits_per_byte, read_texts
 from papers.lib.generation import in_fresh_process, reloaded
+from papers.lib.plots import loss_curves
 from snnk_cli.config import option, resume_command
 from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data, Experiment, Finished, Schedule, learning_rate, make_optimizer
 from snnk_cli.files import write_folder
 from snnk_cli.launch import Request, perform
-from snnk_cli.plots import loss_curves
 from snnk_cli.run_folder import check_folder
 from snnk_cli.settings import StepSettings
 from snnk_cli.terminal import quiet, read_log
