@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from snnk_cli.terminal import bar
+from snnk_peft.turns import taking_turns
 
 
 def alternate(
@@ -21,16 +22,8 @@ def alternate(
     warmup: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Time candidates in turn, reversing the order every time; return the seconds of each per repetition."""
-    seconds: dict[str, list[float]] = {name: [] for name in candidates}
-    for repetition in bar(range(-warmup, repetitions), "timing"):
-        names = list(candidates) if repetition % 2 else list(candidates)[::-1]
-        for name in names:
-            start = clock()
-            candidates[name]()
-            if repetition >= 0:
-                seconds[name].append(clock() - start)
-    return seconds
+    """Time candidates by `taking_turns`, with a progress bar; return the seconds of each per repetition."""
+    return taking_turns(candidates, bar(range(-warmup, repetitions), "timing"), clock)
 
 
 def ratio(numerator: list[float], denominator: list[float]) -> float:

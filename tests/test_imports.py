@@ -15,7 +15,7 @@ PACKAGE = "snnk_peft"
 # From the bottom up; a unit imports from units below its own line. Some units are files, some folders.
 LAYERS: list[set[str]] = [
     {"errors", "options", "version"},
-    {"registry", "json_files", "repeats", "saved_folder", "yaml_files"},
+    {"registry", "json_files", "repeats", "saved_folder", "turns", "yaml_files"},
     {"arguments", "digests"},
     {"config_size", "stamps"},
     {"model_card"},  # text from plain data

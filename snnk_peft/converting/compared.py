@@ -12,8 +12,10 @@ from torch import nn
 
 from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.calibrating.batches import model_inputs
-from snnk_peft.converting.timing import side_by_side
 from snnk_peft.planning.timing import clock
+from snnk_peft.turns import taking_turns
+
+ROUNDS = 7  # of timings
 
 
 @torch.no_grad()
@@ -85,7 +87,8 @@ def seconds(runs: Mapping[str, Callable[..., Any]], model: nn.Module, batch: Map
         batch: the inputs.
     """
     inputs = model_inputs(model, batch)
-    return side_by_side({name: partial(run, **inputs) for name, run in runs.items()}, clock(model))
+    spent = taking_turns({name: partial(run, **inputs) for name, run in runs.items()}, range(-1, ROUNDS), clock(model))
+    return {name: min(values) for name, values in spent.items()}
 
 
 def size(model: nn.Module, stored: torch.dtype) -> dict[str, int]:

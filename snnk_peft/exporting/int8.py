@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from snnk_peft.exporting.evened import even
 from snnk_peft.exporting.program import Inputs, quiet
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.solvers.reduce import relative_error
+from snnk_peft.turns import taking_turns
 
 Run = Callable[..., Mapping[str, torch.Tensor]]
 
@@ -99,11 +100,5 @@ def compared(model: Any, run: Run, other: Run, batches: Iterable[Inputs]) -> tup
 
 def milliseconds(runs: Mapping[str, Run], sample: Inputs) -> dict[str, float]:
     """Measure the median time of a call of each program, taking turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for repetition in range(-1, REPETITIONS):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run(**sample)
-            if repetition >= 0:
-                seconds[name].append(time.perf_counter() - start)
+    seconds = taking_turns({name: partial(run, **sample) for name, run in runs.items()}, range(-1, REPETITIONS))
     return {name: 1000 * statistics.median(values) for name, values in seconds.items()}
