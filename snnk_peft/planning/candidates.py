@@ -85,10 +85,6 @@ class Template:
         """The name of the part with its size, such as "ffn 64"."""
         return f"{part_name(type(self.part))} {self.part.size_in_words()}"
 
-    def of_layers(self, chosen: Sequence[int | None]) -> Part:
-        part: Any = self.part
-        return part if None in chosen else dataclasses.replace(part, layers=list(chosen))
-
     def activate(self, group: int | None, nothing: bool = False) -> None:
         """Activate one group and no other."""
         for key, slots in self.groups.items():
