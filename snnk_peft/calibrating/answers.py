@@ -138,22 +138,28 @@ class Comparison:
     def update(self, original: Any, other: Any, inputs: Mapping[str, Any]) -> None:
         """Add the outputs of both models for the same inputs."""
         expected, given = (self.answers.read(outputs, inputs) for outputs in (original, other))
+        self.add(expected, given)
         for name, rows in expected.items():
-            rows, theirs = rows.double(), given[name].double()
-            sums = self.sums.setdefault(name, {"rows": 0.0, "distance": 0.0, "same": 0.0})
-            sums["rows"] += len(rows)
-            sums["distance"] += float(self.answers._distance(name, rows, theirs).sum())
-            kind = self.answers.kind(name, rows.shape[-1])
-            if kind == "classes":
+            theirs, sums = given[name], self.sums[name]
+            if self.answers.kind(name, rows.shape[-1]) == "classes":
                 sums["same"] += float((rows.argmax(-1) == theirs.argmax(-1)).sum())
                 if self.answers.causal:
                     self._told_words(sums, _named(original)[name], _named(other)[name], inputs)
             else:
-                if kind == "numbers":
-                    self.meters.setdefault(name, ErrorMeter()).update(rows, theirs)
                 kept = self.kept.setdefault(name, [])
                 if sum(len(each) for each, _ in kept) < VECTORS:
-                    kept.append((rows.cpu(), theirs.cpu()))
+                    kept.append((rows.double().cpu(), theirs.double().cpu()))
+
+    @torch.no_grad()
+    def add(self, original: Rows, other: Rows) -> None:
+        """Add answers of both models, for `distance` alone."""
+        for name, rows in original.items():
+            rows, theirs = rows.double(), other[name].double()
+            sums = self.sums.setdefault(name, {"rows": 0.0, "distance": 0.0, "same": 0.0})
+            sums["rows"] += len(rows)
+            sums["distance"] += float(self.answers._distance(name, rows, theirs).sum())
+            if self.answers.kind(name, rows.shape[-1]) == "numbers":
+                self.meters.setdefault(name, ErrorMeter()).update(rows, theirs)
 
     def _told_words(self, sums: dict[str, float], original: Tensor, other: Tensor, inputs: Mapping[str, Any]) -> None:
         """Add the negative log-likelihood of the next tokens under each model."""

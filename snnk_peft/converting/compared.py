@@ -12,6 +12,7 @@ from torch import nn
 
 from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.calibrating.batches import model_inputs
+from snnk_peft.layers.slots import real_tokens
 from snnk_peft.planning.timing import clock
 from snnk_peft.turns import taking_turns
 
@@ -59,9 +60,7 @@ class _States:
         self.least, self.most = math.inf, -math.inf
 
     def update(self, wanted: torch.Tensor, found: torch.Tensor, mask: Any) -> None:
-        if isinstance(mask, torch.Tensor) and mask.shape == wanted.shape[:-1]:
-            wanted, found = wanted[mask.bool()], found[mask.bool()]
-        wanted, found = (each.reshape(-1, each.shape[-1]).double() for each in (wanted, found))
+        wanted, found = (real_tokens(each, mask).double() for each in (wanted, found))
         self.missed += float((wanted - found).square().sum())
         self.squares += float(wanted.square().sum())
         self.total = self.total + wanted.sum(0)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from snnk_peft.calibrating.answers import Answers, Rows
+from snnk_peft.calibrating.answers import Answers, Comparison, Rows
 from snnk_peft.calibrating.batches import examples_in, is_held_out, model_inputs, tokens_of
 from snnk_peft.feature_map import FeatureMap
-from snnk_peft.solvers.reduce import ErrorMeter
+from snnk_peft.layers.slots import real_tokens
 
 HELD_OUT = 0.125  # share of the batches, to choose the weights
 JUDGES, JUDGED_TOKENS = 320, 40_000  # examples and tokens that suffice for this
@@ -290,9 +290,7 @@ def loss_of(
 
 def state_error(wanted: Tensor, given: Tensor, mask: Any) -> Tensor:
     """Compute the squared difference relative to the variance, over tokens that are not padding."""
-    if isinstance(mask, Tensor) and mask.shape == wanted.shape[:-1]:
-        wanted, given = wanted[mask.bool()], given[mask.bool()]
-    wanted, given = (each.float().reshape(-1, each.shape[-1]) for each in (wanted, given))
+    wanted, given = (real_tokens(each, mask).float() for each in (wanted, given))
     spread = (wanted - wanted.mean(0)).square().sum()
     return (wanted - given).square().sum() / spread.clamp_min(1e-12)
 
@@ -300,18 +298,9 @@ def state_error(wanted: Tensor, given: Tensor, mask: Any) -> Tensor:
 @torch.no_grad()
 def _distance(model: nn.Module, wanted: Wanted, batches: Sequence[Mapping[str, Any]], held: Sequence[int]) -> float:
     """Compute `Comparison.distance` from the stored answers of the original."""
-    sums: dict[str, list[float]] = {}
-    meters: dict[str, ErrorMeter] = {}
+    comparison = Comparison(wanted.answers)
     for number in held:
         inputs = model_inputs(model, batches[number])
-        expected = {name: rows.double() for name, rows in wanted.of(number, inputs, states=False)[0].items()}
-        mine = {name: rows.double() for name, rows in wanted.answers.read(model(**inputs), inputs).items()}
-        for name, distances in wanted.answers.distances(expected, mine).items():
-            if wanted.answers.kind(name, mine[name].shape[-1]) == "numbers":
-                meters.setdefault(name, ErrorMeter()).update(expected[name], mine[name])
-            else:
-                total = sums.setdefault(name, [0.0, 0.0])
-                total[0] += float(distances.double().sum())
-                total[1] += len(distances)
-    errors = [*(total / count for total, count in sums.values()), *(meter.value() for meter in meters.values())]
-    return sum(errors) / len(errors)
+        expected = wanted.of(number, inputs, states=False)[0]
+        comparison.add(expected, wanted.answers.read(model(**inputs), inputs))
+    return comparison.distance()
