@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lib.results import cost_of, save_models
 from lib.trunk import StoredExamples, Trunk
 from snnk_cli.baselines import head_with_bias, move_threshold, start_at_prior
 from snnk_cli.data import WeightedExamples, balanced_weights, calibration_batches
@@ -24,7 +25,6 @@ from snnk_cli.models import (
     trained_on_means,
     with_wide_head,
 )
-from snnk_cli.results import cost_of, save_models
 from snnk_cli.settings import FinetuneConfig, PoolingSection
 from snnk_cli.task_settings import completed, find_task
 from snnk_cli.terminal import read_log

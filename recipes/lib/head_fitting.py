@@ -12,12 +12,12 @@ import torch
 
 from lib.finetuning import Finetuning
 from lib.head_settings import FitHeadConfig
+from lib.results import card_of
 from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data, Finished, Schedule
 from snnk_cli.files import read_json, write_folder, write_json, writing
 from snnk_cli.models import load_pretrained
 from snnk_cli.plots import score_over_seconds
-from snnk_cli.results import card_of
 from snnk_cli.tables import grid
 from snnk_cli.terminal import bar, read_log
 from snnk_peft import ClosedFormHead, HeadFeatures
