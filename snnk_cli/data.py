@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import one_hot
 from transformers import PreTrainedTokenizerBase
 
-from snnk_cli.settings import FinetuneConfig, StepSettings
+from snnk_cli.settings import StepSettings
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base import IGNORED
 from snnk_peft.tasks.texts import Tokens
@@ -102,46 +101,6 @@ class AroundExamples(ExampleSet):
     def batches(
         self, wanted: Sequence[Sequence[int]], device: torch.device | str = "cpu", epoch: int | None = None
     ) -> Iterator[dict[str, torch.Tensor]]: ...
-
-
-class WeightedExamples(AroundExamples):
-    """Examples whose cross-entropy is weighted in training by w(y), the weight of their class.
-
-    The weight w(y) takes the place of the label's 1 in soft_labels (batch, classes).
-
-    Args:
-        examples: examples with one class each.
-        weights: weights of the classes, (classes,).
-    """
-
-    def __init__(self, examples: ExampleSet, weights: torch.Tensor):
-        super().__init__(examples)
-        self.weights = weights
-
-    def batches(
-        self, wanted: Sequence[Sequence[int]], device: torch.device | str = "cpu", epoch: int | None = None
-    ) -> Iterator[dict[str, torch.Tensor]]:
-        for inputs in self.inner.batches(wanted, device, epoch):
-            if epoch is not None:
-                labels = inputs.pop("labels", None)
-                soft = inputs.get("soft_labels")
-                if soft is None and labels is not None:
-                    kept = labels >= 0
-                    soft = one_hot(labels.clamp_min(0), len(self.weights)) * kept[:, None]
-                assert soft is not None
-                inputs["soft_labels"] = soft * self.weights.to(soft.device)
-            yield inputs
-
-
-def balanced_weights(labels: torch.Tensor, classes: int) -> torch.Tensor:
-    """Return n / (classes · examples of the class), (classes,); classes without examples count as having one.
-
-    Args:
-        labels: (n,); negative ones are ignored.
-        classes: number of classes.
-    """
-    counts = torch.bincount(labels[labels >= 0], minlength=classes).clamp_min(1)
-    return counts.sum() / (classes * counts.float())
 
 
 class Examples(ExampleSet):
@@ -249,31 +208,6 @@ def epoch_plan(lengths: Sequence[int], batch_size: int, train: StepSettings, epo
 def steps_per_epoch(examples: int, batch_size: int, accumulation: int) -> int:
     """Return the length of `epoch_plan` without building it."""
     return math.ceil(math.ceil(examples / batch_size) / accumulation)
-
-
-def calibration_batches(
-    examples: Examples,
-    config: FinetuneConfig,
-    device: torch.device | str,
-    rank: int = 0,
-    world: int = 1,
-    count: int | None = None,
-    by_length: bool = False,
-) -> list[dict[str, torch.Tensor]]:
-    """Draw this process's share of `method.calibrate_samples`, or `count`, training examples as model inputs.
-
-    Batches `by_length` have less padding, but are not random samples.
-    """
-    generator = torch.Generator().manual_seed(config.train.seed)
-    count = config.method.calibrate_samples if count is None else count
-    chosen = torch.randperm(len(examples), generator=generator)[:count].tolist()
-    if by_length:
-        chosen.sort(key=lambda index: examples.lengths[index])
-    # Whole batches are held out to choose the regularisation, so use at least eight, to make one a small share, and
-    # at least one per process.
-    size = min(config.train.eval_batch_size, max(1, len(chosen) // max(8, world)))
-    starts = range(0, len(chosen), size)[rank::world]
-    return [examples.batch(chosen[start : start + size], device) for start in starts]
 
 
 def share(batch: Sequence[int], rank: int, world: int) -> tuple[list[int], int]:

@@ -6,14 +6,12 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import pad
 
 from snnk_cli.data import ExampleSet, share
-from snnk_peft.errors import ConfigError
 from snnk_peft.repeats import label_note, repeat_note
-from snnk_peft.tasks.base import IGNORED, held_back
+from snnk_peft.tasks.base import IGNORED
 
 
 class DivergedError(ArithmeticError):
@@ -55,39 +53,6 @@ def evaluation_splits(
         return [i * count // size for i in range(size)] if task.modality == "image" else range(size)
 
     return {name: rows.select(chosen(len(rows))) for name, rows in splits.items()}
-
-
-def held_back_rows(rows: Any, share: float, seed: int = 0) -> tuple[Any, Any]:
-    """Split rows into (rows to train on, rows to choose the epoch on), stratified if labels are classes.
-
-    Args:
-        rows: a `datasets.Dataset` with the column label.
-        share: share to hold back.
-        seed: seed of the choice.
-    """
-    labels = rows["label"][:]
-    groups = np.asarray(labels) if isinstance(labels[0], int | np.integer) else np.zeros(len(rows), int)
-    held = held_back(groups, share, seed)
-    if not held:
-        raise ConfigError(
-            f"train.choose_share is {share}: none of {len(rows)} training examples can be held back (no class has two)"
-        )
-    return rows.select(np.setdiff1d(np.arange(len(rows)), held).tolist()), rows.select(held)
-
-
-def matched_threshold(logits: torch.Tensor, labels: torch.Tensor) -> float:
-    """Find the threshold that as many logit differences exceed as there are examples of the second class.
-
-    The predicted rates of both classes are then correct on these examples, whereas argmax neglects the rarer class. 0
-    if all are of one class.
-
-    Args:
-        logits: (n, 2).
-        labels: (n,) of 0 and 1.
-    """
-    margins = (logits[:, 1] - logits[:, 0]).double().sort(descending=True).values
-    count = int(labels.sum())
-    return 0.0 if count in (0, len(margins)) else float(margins[count - 1 : count + 1].mean())
 
 
 @torch.no_grad()

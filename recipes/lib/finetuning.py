@@ -11,10 +11,16 @@ from typing import Any
 import torch
 
 from lib.results import cost_of, save_models
+from lib.training_rows import (
+    WeightedExamples,
+    balanced_weights,
+    calibration_batches,
+    held_back_rows,
+    matched_threshold,
+)
 from lib.trunk import StoredExamples, Trunk
 from snnk_cli.baselines import head_with_bias, move_threshold, start_at_prior
-from snnk_cli.data import WeightedExamples, balanced_weights, calibration_batches
-from snnk_cli.evaluation import evaluation_splits, held_back_rows, matched_threshold, predict, repeat_notes
+from snnk_cli.evaluation import evaluation_splits, predict, repeat_notes
 from snnk_cli.experiment import Data, Experiment, Finished, Schedule, of_epochs
 from snnk_cli.modality import modality_of
 from snnk_cli.models import (

@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from data import TASKS
 from glue_files import write_task
 from lib.finetuning import Finetuning
+from lib.training_rows import WeightedExamples, balanced_weights, held_back_rows, matched_threshold
 from recipe_world import RECIPES, program_file, same_tensors, write_settings, write_world
 from safetensors.torch import load_file
 from sklearn.utils.class_weight import compute_class_weight
@@ -39,13 +40,11 @@ from snnk_cli.config import describe, load_config
 from snnk_cli.data import (
     Examples,
     ExampleSet,
-    WeightedExamples,
-    balanced_weights,
     epoch_plan,
     share,
     steps_per_epoch,
 )
-from snnk_cli.evaluation import DivergedError, held_back_rows, matched_threshold
+from snnk_cli.evaluation import DivergedError
 from snnk_cli.experiment import RATE, learning_rate, make_optimizer
 from snnk_cli.modality import check_length, positions
 from snnk_cli.models import dropout_settings, load_pretrained, resolve_model
