@@ -28,7 +28,7 @@ from torch import Tensor
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.activation_kernels import arccos_from_cosine, gelu_kernel_from_moments
 from snnk_peft.functional.gauss_hermite import gaussian_nodes, hermite_polynomials
-from snnk_peft.options import closest
+from snnk_peft.registry import did_you_mean
 
 Function = Callable[[Tensor], Tensor]
 LEAKY_SLOPE = 0.01
@@ -195,12 +195,8 @@ def nonlinearity(activation: str | Function) -> Nonlinearity:
     """
     if isinstance(activation, str):
         if activation not in NONLINEARITIES:
-            close = closest(activation, list(NONLINEARITIES))
-            hint = f"; did you mean {close!r}?" if close else "."
-            names = ", ".join(NONLINEARITIES)
-            raise ConfigError(
-                f"unknown activation {activation!r}{hint} Available: {names}, or any elementwise function"
-            )
+            unknown = did_you_mean("activation", activation, list(NONLINEARITIES))
+            raise ConfigError(f"{unknown}, or any elementwise function")
         return NONLINEARITIES[activation]
     if not callable(activation):
         names = ", ".join(NONLINEARITIES)
