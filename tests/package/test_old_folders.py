@@ -1,4 +1,4 @@
-"""What released versions wrote loads, and gives what it gave: the folders that tests/fixtures/make.py made.
+"""What released versions wrote loads, and gives what it gave: the folders that tests/fixtures/make.py packed.
 
 A release that cannot read one of them any more says so here: the test then expects the refusal, with the version that
 wrote the folder and what to do.
@@ -26,10 +26,10 @@ from snnk_peft.digests import DIGESTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.stamps import stamp_entries
 from tests.fresh_process import run_python
+from tests.releases import RELEASES
 from tests.tiny_models import same
 
 ROOT = Path(__file__).resolve().parents[2]
-RELEASES = sorted((ROOT / "tests/fixtures").glob("release_*"))
 PROGRAM = ROOT / "recipes/finetune.py"
 
 

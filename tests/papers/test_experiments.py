@@ -32,8 +32,9 @@ from snnk_cli.launch import launch
 from snnk_cli.processes import prepare, unwrapped
 from snnk_cli.settings import StepSettings
 from snnk_cli.training import train_step
+from tests.releases import RELEASES
 
-OLD = Path(__file__).resolve().parents[1] / "old_runs"
+OLD = [release for release in RELEASES if (release / "train_lra").is_dir()]
 
 
 def newest_weights(run: Path) -> dict[str, torch.Tensor]:
@@ -216,14 +217,14 @@ def test_a_stopped_language_model_continues_to_the_same_weights(
 # --- runs of earlier versions ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=sorted(entry.name for entry in OLD.iterdir()))
+@pytest.fixture(params=OLD, ids=lambda release: release.name)
 def old(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a run that a version began and did not end, and its data; the current folder."""
-    shutil.copytree(OLD / request.param / "train_lra", tmp_path / "train_lra")
+    shutil.copytree(request.param / "train_lra", tmp_path / "train_lra")
     sizes = {"train": 64, "validation": 16, "test": 16}
     write_listops(tmp_path / "listops", sizes, 0, min_length=4, max_length=24, max_depth=3, max_args=4)
     monkeypatch.chdir(tmp_path)
-    return OLD / request.param
+    return request.param
 
 
 def test_a_run_of_an_earlier_version_continues_to_the_same_end(old: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -257,7 +257,7 @@ def test_the_learned_kernel_arrives_and_goes_on_learning(texts: Path, tmp_path: 
     assert seen >= learned | drawn
 
     arguments = [
-        str(RECIPES / "papers/configs/kernels/rte.yaml"),
+        str(RECIPES / "papers/configs/kernels.yaml"),
         *(f"data.dir={texts / 'glue'}", f"model.name_or_path={before / 'model'}", f"output.dir={tmp_path / 'after'}"),
         *("train.epochs=1", "train.batch_size=8", "data.max_length=32", "train.learning_rate=1e-2"),
     ]
@@ -308,7 +308,7 @@ def test_softmax_needs_no_attention_folder(texts: Path, tmp_path: Path) -> None:
 
 
 def test_other_methods_than_full_are_refused(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = [str(RECIPES / "papers/configs/kernels/rte.yaml"), "method.name=linear_probe"]
+    given = [str(RECIPES / "papers/configs/kernels.yaml"), "method.name=linear_probe"]
     assert finetune_kernel.main(given) == 2
     assert "method.name is linear_probe; expected full" in capsys.readouterr().err
 

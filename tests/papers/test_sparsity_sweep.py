@@ -19,7 +19,7 @@ from recipe_world import RECIPES, reset_accelerate
 from snnk_cli.config import load_config
 from snnk_peft.errors import ConfigError
 
-CONFIG = str(RECIPES / "papers/configs/lra/sparsity_50.yaml")
+CONFIG = str(RECIPES / "papers/configs/lra/sparsity.yaml")
 SMALL = ["model.dim=8", "model.heads=2", "model.layers=1", "model.hidden_dim=8", "train.batch_size=6"]
 SMALL += [f"data.max_{split}_samples=18" for split in ("train", "validation", "test")]
 

@@ -235,7 +235,7 @@ def sequence_run(folder: Path, *changes: str) -> list[str]:
     steps = ["steps=3", "batch_size=6", "eval_every=3", "learning_rate=0.05", "warmup_steps=0"]
     given = [*(f"model.{size}" for size in sizes), *few, *(f"train.{step}" for step in steps)]
     features = "method.attention={component: posrf, projection: gmm, num_features: 8, per_head: true}"
-    config = str(RECIPES / "papers/configs/lra/sparsity_50.yaml")
+    config = str(RECIPES / "papers/configs/lra/sparsity.yaml")
     return [config, *given, features, f"output.dir={folder}", *changes]
 
 

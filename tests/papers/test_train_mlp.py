@@ -46,9 +46,10 @@ def test_pixels_are_columns() -> None:
 def test_every_kind_learns_and_bundles(kind: str, small: None, tmp_path: Path) -> None:
     """Classes that a line separates: all three learn them, from the files to the report."""
     write_columns(tmp_path / "data", "higgs", rows=1500)
-    config = str(RECIPES / "papers/configs/mlp/higgs.yaml")
-    given = ["model.width=64", "model.second=48", "train.epochs=8", "train.learning_rate=3e-3", f"method.kind={kind}"]
-    assert train_mlp.main([config, f"data.dir={tmp_path / 'data'}", f"output.dir={tmp_path / 'run'}", *given]) == 0
+    config = str(RECIPES / "papers/configs/mlp/columns.yaml")
+    sizes = ["model.width=64", "model.second=48", "train.epochs=8", "train.learning_rate=3e-3"]
+    given = ["task=higgs", f"data.dir={tmp_path / 'data'}", f"output.dir={tmp_path / 'run'}", f"method.kind={kind}"]
+    assert train_mlp.main([config, *given, *sizes]) == 0
     report = json.loads((tmp_path / "run/metrics.json").read_text())
     assert report["validation"]["accuracy"] > 0.85
     assert report["score"] > 0.7  # of 30 rows
@@ -80,7 +81,7 @@ def test_a_bundle_computes_the_same() -> None:
 
 
 def test_wrong_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(RECIPES / "papers/configs/mlp/higgs.yaml")
+    config = str(RECIPES / "papers/configs/mlp/columns.yaml")
     for given, message in (
         ("task=rte", "task"),
         ("method.snnk.component=rellu", "rellu"),

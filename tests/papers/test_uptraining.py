@@ -69,7 +69,7 @@ METHODS = load("uptraining").tasks["mrpc"].methods
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_trains_as_many_numbers_as_it_says(name: str) -> None:
     settings = METHODS[name]
-    method = load_config(FinetuneConfig, RECIPES / "papers/configs/uptraining/mrpc.yaml", settings).method
+    method = load_config(FinetuneConfig, RECIPES / "papers/configs/uptraining.yaml", settings).method
     base = tiny()
     full, width = numbers(base), WIDTH
     model = build_model(base, method, seed=0, calibration=None)
@@ -111,9 +111,9 @@ def test_settings_that_lose_the_trained_weights_are_refused() -> None:
 
 def test_a_run_leaves_the_whole_model_as_a_bundle_and_says_what_it_costs(tmp_path: Path) -> None:
     world, out = write_world(tmp_path), tmp_path / "run"
-    given = [f"data.dir={world / 'glue'}", f"model.name_or_path={world / 'bert'}", f"output.dir={out}"]
+    given = ["task=rte", f"data.dir={world / 'glue'}", f"model.name_or_path={world / 'bert'}", f"output.dir={out}"]
     changes = ["method.ffn.layers=top-2", "train.batch_size=8", "train.learning_rate=0.01", "train.device=cpu"]
-    assert finetune.main([str(RECIPES / "papers/configs/uptraining/rte.yaml"), *given, *changes]) == 0
+    assert finetune.main([str(RECIPES / "papers/configs/uptraining.yaml"), *given, *changes]) == 0
     assert (out / "bundle").is_dir()
     assert not (out / "adapter").exists()
     report = json.loads((out / "metrics.json").read_text())

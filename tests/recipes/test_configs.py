@@ -67,8 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def glue(file: Path, models: Path, out: Path) -> list[str]:
-    task = file.stem.removesuffix("_adapter")
-    write_task(out, task, n_train=20, n_dev=6)
+    write_task(out, yaml.safe_load(file.read_text())["task"], n_train=20, n_dev=6)
     return [f"data.dir={out}", f"model.name_or_path={models / 'bert'}"]
 
 
@@ -173,11 +172,7 @@ def numbers(file: Path, models: Path, out: Path) -> list[str]:
     if file.stem == "mnist":
         drawn = image_layouts.draw(("train", "test"), 10, side=28, colours=False, per_class=12)
         return [f"data.dir={image_layouts.mnist(out, drawn)}"]
-    if file.stem == "higgs":  # the official file would need half a million rows to test
-        for split in ("train", "test"):
-            (out / f"HIGGS_{split}.csv").write_text("".join(f"{row % 2},{'0.5,' * 27}{row}\n" for row in range(20)))
-    else:
-        write_columns(out, file.stem, rows=15_200 if file.stem == "covertype" else 130)
+    write_columns(out, "covertype", rows=15_200)
     return [f"data.dir={out}"]
 
 
@@ -214,12 +209,12 @@ def low_rank(file: Path, models: Path, out: Path) -> list[str]:
 # Folder or file of settings -> the recipe, and what writes the data and names the settings that point there.
 STAND_INS = {
     "glue": (Finetuning, glue),
-    "uptraining": (Finetuning, uptraining),
+    "uptraining.yaml": (Finetuning, uptraining),
     "table.yaml": (Finetuning, table),
     "head.yaml": (FitHead, head),
     "imdb.yaml": (Finetuning, reviews),
     "convert": (Converting, conversion),
-    "kernels": (finetune_kernel.FinetuneKernel, glue),
+    "kernels.yaml": (finetune_kernel.FinetuneKernel, glue),
     "pretrain_mlm.yaml": (pretrain_mlm.PretrainMasked, masked),
     "lowrank": (train_lowrank.LowRankTraining, low_rank),
     "lra": (train_lra.LongRange, long_range),

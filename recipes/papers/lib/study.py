@@ -97,7 +97,7 @@ def load(name: str) -> Study:
     def task(title: str) -> Task:
         mine = every[title] or {}
         shared = [*given.get("settings", []), *mine.get("settings", [])]
-        of_task = expanded(mine["methods"]) if "methods" in mine else methods
+        of_task = {"": []} if PRETRAINING in given else expanded(mine["methods"]) if "methods" in mine else methods
         program, config = (mine.get(key, given.get(key)) for key in ("program", "config"))
         return Task(
             program_file(program),
@@ -108,7 +108,6 @@ def load(name: str) -> Study:
 
     tasks = {title: task(title) for title in every}
     if first := given.get(PRETRAINING):
-        tasks = {title: Task(each.program, each.config, {"": given["settings"]}) for title, each in tasks.items()}
         tasks[PRETRAINING] = Task(program_file(first["program"]), settings_file(first["config"]), methods)
     rest = {key: given[key] for key in ("seeds", "draws") if key in given}
     return Study(name, given["about"], tasks, list(own), page=given.get("page", name), **rest)

@@ -1,6 +1,6 @@
 """Fine-tune all weights of a model from pretrain_mlm.py: the learned kernel of attention is trained further.
 
-    python recipes/papers/programs/finetune_kernel.py recipes/papers/configs/kernels/rte.yaml data.dir=path/to/glue \\
+    python recipes/papers/programs/finetune_kernel.py recipes/papers/configs/kernels.yaml data.dir=path/to/glue \\
         model.name_or_path=runs/kernels/pretraining/posrf_gmm/seed0/model
 
 This is recipes/finetune.py with method.name=full, and with the linear attention in model.name_or_path/attention, if

@@ -4,7 +4,7 @@
     python recipes/papers/programs/pretrain_mlm.py \\
         recipes/papers/configs/pretrain_mlm.yaml task=imdb data.dir=path/to/imdb \\
         train.max_cpu_minutes=8 "method.attention={component: posrf, projection: gmm, per_head: true}"
-    python recipes/papers/programs/finetune_kernel.py recipes/papers/configs/kernels/rte.yaml data.dir=path/to/glue \\
+    python recipes/papers/programs/finetune_kernel.py recipes/papers/configs/kernels.yaml data.dir=path/to/glue \\
         model.name_or_path=runs/kernels/pretraining/posrf_gmm/seed0/model
 
 Learning the Transformer Kernel, section 3.3: the learned kernel of attention is kept for fine-tuning. The text is

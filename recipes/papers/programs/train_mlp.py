@@ -2,9 +2,9 @@
 
     python recipes/papers/programs/train_mlp.py recipes/papers/configs/mlp/mnist.yaml data.dir=path/to/mnist
     python recipes/papers/programs/train_mlp.py \\
-        recipes/papers/configs/mlp/covertype.yaml data.dir=path/to/covtype method.kind=dense
+        recipes/papers/configs/mlp/columns.yaml data.dir=path/to/covtype method.kind=dense
     python recipes/papers/programs/train_mlp.py \\
-        recipes/papers/configs/mlp/higgs.yaml data.dir=path/to/higgs method.kind=low_rank
+        recipes/papers/configs/mlp/columns.yaml task=higgs data.dir=path/to/higgs
 
 SNNK paper, sections 4.2 and G.1.3 (MNIST), F and H.5 (CoverType, HIGGS, HEPMASS). Columns are standardised by the
 training rows. The epoch is chosen on the validation rows or, without any, on a tenth of the training rows, which is
