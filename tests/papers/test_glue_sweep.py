@@ -50,10 +50,6 @@ def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
     assert "| lora_r8 | 12 | – |" in page
     assert ("rte", "lora_r8", 1) in stored(tmp_path / "cards")
     assert (tmp_path / "cards/scores.png").read_bytes().startswith(b"\x89PNG")
-    # The stored files alone give the same page.
-    assert study.main(["page", "glue", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "cards")]) == 0
-    assert (tmp_path / "cards/README.md").read_text() == page
-    assert study.main(["page", "glue", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
 
 
 def test_the_time_left_is_estimated_from_like_runs() -> None:

@@ -70,15 +70,10 @@ def test_a_run_ends_at_its_score(tmp_path: Path) -> None:
         assert report["longest_sequence"] == 12
 
 
-def test_settings_of_every_method_are_those_of_the_recipe() -> None:
-    for name, task in load("sparsity").tasks.items():
-        configs = {
-            method: load_config(LongRangeConfig, task.config, settings) for method, settings in task.methods.items()
-        }
-        assert {config.task for config in configs.values()} == {name}
-        labels = {method: config.method.label().replace("-", "_") for method, config in configs.items()}
-        assert labels == {method: method for method in task.methods}
-        assert {(config.model.dim, config.model.layers) for config in configs.values()} == {(64, 3)}
+def test_models_of_every_method_have_the_papers_size() -> None:
+    for task in load("sparsity").tasks.values():
+        models = [load_config(LongRangeConfig, task.config, settings).model for settings in task.methods.values()]
+        assert {(model.dim, model.layers) for model in models} == {(64, 3)}
 
 
 @pytest.mark.usefixtures("called")
@@ -93,8 +88,6 @@ def test_from_runs_to_the_page(tmp_path: Path) -> None:
     assert "All runs: 100 pairs, batches of 6, learning rate 0.0005, at most 4 steps, scored every 2." in text
     assert str(tmp_path) not in text
     assert (page / "accuracy.png").stat().st_size > 10_000
-    assert study.main(["page", "sparsity", "--runs", str(tmp_path / "none"), "--out", str(page)]) == 0
-    assert (page / "README.md").read_text() == text
 
 
 def report(*curve: float, **train: Any) -> dict[str, Any]:

@@ -1,14 +1,42 @@
-"""recipes/papers/studies: every file is read whole, and all that it names is there."""
+"""recipes/papers/studies: every file is read whole, all that it names is there, and its page is that of its reports."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+from lib.finetuning import Finetuning
 from papers import study
 from papers.lib.study import PAPERS, STUDIES, entries, expanded, load
+from papers.programs import (
+    finetune_kernel,
+    fit_picture,
+    fit_potential,
+    pretrain_mlm,
+    train_copy,
+    train_lowrank,
+    train_lra,
+    train_mlp,
+)
+from recipe_world import RECIPES
 
+from snnk_cli.config import dump_yaml, load_config
+
+CARDS = RECIPES.parent / "model_cards"
+BY_ATTENTION = (train_lra.LongRange, pretrain_mlm.PretrainMasked)  # whose methods are named by their attention
+EXPERIMENTS = (
+    *(*BY_ATTENTION, Finetuning, finetune_kernel.FinetuneKernel, train_copy.TrainCopy, train_mlp.TrainMlp),
+    *(fit_picture.FitPicture, fit_potential.FitPotential, train_lowrank.LowRankTraining),
+)
+KINDS = {RECIPES / kind.program: kind for kind in EXPERIMENTS}
+# Names of tasks in studies, where they are not those of the settings.
+NAMED_OTHERWISE = {"text": "lra_text", "retrieval": "lra_retrieval", "image": "lra_image", "imagenet": "imagenet1k"}
+NAMED_OTHERWISE |= {**dict.fromkeys(("copy_128", "copy_256"), "copy"), "pretraining": "stdlib_docs"}
+NAMED_OTHERWISE |= dict.fromkeys(("siren", "siren_three", "siren_photograph"), "china")
+WITH_PAGE = [name for name in STUDIES if load(name).page]
 KEYS = {"about", "program", "config", "settings", "methods", "tasks", "further", "seeds", "page", "shared", "draws"}
 KEYS |= {"rates_from", "rates", "rates_of", "only", "without", "needs", "pretraining"}
 
@@ -29,6 +57,21 @@ def test_it_names_what_there_is(name: str) -> None:
             assert "<" not in "".join([method, *settings])
 
 
+@pytest.mark.parametrize("name", STUDIES)
+def test_settings_of_every_method_are_those_of_its_recipe(name: str) -> None:
+    """They are valid, of this task, and no two methods of a task are the same."""
+    for title, task in load(name).tasks.items():
+        kind = KINDS[task.program]
+        configs = {method: load_config(kind.settings, task.config, given) for method, given in task.methods.items()}
+        assert {config.task for config in configs.values()} == {NAMED_OTHERWISE.get(title, title)}
+        assert len({dump_yaml(config) for config in configs.values()}) == len(configs), title
+        if kind in BY_ATTENTION and name != "fmm":  # whose methods are near fields and ranks: test_copy.py
+            labels = {method: config.method.label().replace("-", "_") for method, config in configs.items()}
+            assert labels == {method: {"elu": "elu_orf"}.get(method, method) for method in configs}
+        if kind is train_lowrank.LowRankTraining:  # four starts, two rank scales and decays; the dense network
+            assert len({config.method.label() for config in configs.values()}) == len(configs) == 4 * 2 * 2 + 1
+
+
 def test_a_name_with_places_stands_for_all_combinations() -> None:
     of = {"a": ["x", "y"], "b": {"": {"n": 1}, "_two": {"n": 2}}}
     settings = ["s=<a>", ["t=<b.n>"]]
@@ -47,6 +90,24 @@ def test_what_is_no_study_is_refused(words: Sequence[str], capsys: pytest.Captur
         study.main([*words])
     assert stop.value.code == 2
     assert "usage: study.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", WITH_PAGE)
+def test_a_page_needs_a_report(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert study.main(["page", name, "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
+    assert f"start: python recipes/papers/study.py run {name}" in capsys.readouterr().err
+    assert not (tmp_path / "empty").exists()
+
+
+@pytest.mark.parametrize("folder", [file.stem for file in CARDS.glob("*.jsonl") if file.with_suffix("").is_dir()])
+def test_the_stored_page_is_that_of_the_stored_reports(folder: str, tmp_path: Path) -> None:
+    """Rendered from the lines alone, without a run."""
+    for file in CARDS.glob("*.jsonl"):
+        shutil.copy(file, tmp_path)
+    name = folder.removesuffix("_gpu")
+    assert study.main(["page", name, "--runs", str(tmp_path / "none"), "--out", str(tmp_path / folder)]) == 0
+    assert (tmp_path / folder / "README.md").read_bytes() == (CARDS / folder / "README.md").read_bytes()
+    assert all(png.stat().st_size > 1000 for png in (tmp_path / folder).glob("*.png"))
 
 
 def test_a_study_without_a_page_says_so(capsys: pytest.CaptureFixture[str]) -> None:

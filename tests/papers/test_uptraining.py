@@ -177,7 +177,6 @@ def test_the_page_compares_runs_of_one_seed(tmp_path: Path) -> None:
     assert "With 6 replaced, `m8_fitted` is best (+2.0) and `m8_paper` worst (-8.5)." in lines
     assert "| the same answer to all | 52.7 | 0.0 | – | – | – | – |" in lines
     assert (page / "layers.png").stat().st_size > 10_000
-    assert study.main(["page", "uptraining", "--runs", str(tmp_path / "none"), "--out", str(tmp_path / "empty")]) == 2
 
 
 def test_sizes_of_bert_base_are_those_of_the_model() -> None:
