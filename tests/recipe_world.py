@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import yaml
 from glue_files import write_task
@@ -99,6 +102,35 @@ def last_weights(run: Path) -> dict[str, torch.Tensor]:
 def same_tensors(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     """Equal bit for bit."""
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+class InterruptedRun(Exception):
+    """The end of a process that could not say anything, for the process that tests it."""
+
+
+def die() -> None:
+    """What `at_step` lets happen: a process that is gone."""
+    raise InterruptedRun
+
+
+def stop() -> None:
+    """What `at_step` lets happen: the system asks the process to end."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def at_step(patched: pytest.MonkeyPatch, step: int, happens: Callable[[], None]) -> None:
+    """`happens()` while optimizer step `step` (from 1) runs, of any program."""
+    from snnk_cli import training  # which needs the extra
+
+    train_step, done = training.train_step, iter(range(1, sys.maxsize))
+
+    def stepping(*arguments: Any) -> torch.Tensor:
+        values = train_step(*arguments)
+        if next(done) == step:
+            happens()
+        return values
+
+    patched.setattr(training, "train_step", stepping)
 
 
 def reset_accelerate() -> None:

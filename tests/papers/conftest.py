@@ -18,7 +18,9 @@ if missing := [name for name in NEEDED if find_spec(name) is None]:
     warnings.warn(f"tests/papers is left out for lack of {missing}: pip install snnk-peft[recipes]", stacklevel=1)
 else:
     from papers.lib import sweep
+    from papers.programs import tiny_llama
     from recipe_world import reset_accelerate
+    from transformers import LlamaConfig
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +35,18 @@ def _fresh_accelerate_state() -> Iterator[None]:
     reset_accelerate()
     yield
     reset_accelerate()
+
+
+@pytest.fixture
+def short_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A text for tiny_llama.py, whose model and windows are small, and which reports nothing about them."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    monkeypatch.setattr(tiny_llama, "WINDOW", 8)
+    monkeypatch.setattr(tiny_llama, "llama_config", lambda: LlamaConfig(vocab_size=256, **sizes))
+    monkeypatch.setattr(tiny_llama.TinyLlama, "report", lambda self, done: {})
+    monkeypatch.setattr(tiny_llama.TinyLlama, "summary", lambda self, done, figures: "")
+    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    return tmp_path / "text"
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -19,26 +18,18 @@ from accelerate import Accelerator
 from data.listops import write_listops
 from papers.lib import lra_model
 from papers.programs import tiny_llama, train_lra
-from recipe_world import RECIPES
+from recipe_world import RECIPES, InterruptedRun, at_step, die, last_weights, same_tensors, stop
 from safetensors.torch import load_file
-from transformers import LlamaConfig
 
-from snnk_cli import training
-from snnk_cli.checkpoint import list_checkpoints
 from snnk_cli.config import option
 from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data, Experiment, Finished, Schedule, learning_rate
 from snnk_cli.launch import launch
 from snnk_cli.processes import prepare, unwrapped
 from snnk_cli.settings import StepSettings
-from snnk_cli.training import train_step
 from tests.releases import RELEASES
 
 OLD = [release for release in RELEASES if (release / "train_lra").is_dir()]
-
-
-def newest_weights(run: Path) -> dict[str, torch.Tensor]:
-    return load_file(list_checkpoints(run / "checkpoints")[-1] / "model.safetensors")
 
 
 # --- a kind of data and model that no recipe has: points, a mixture of two Gaussians, likelihood ---------------------
@@ -142,19 +133,13 @@ def test_a_new_kind_of_model_and_data_is_one_class(tmp_path: Path, monkeypatch: 
     assert [row["step"] for row in rows if "score" in row] == [0, 4, 8, 12, 16, 20, 24]
     assert report["likelihood"] > rows[0]["score"] + 1
 
-    killed, steps = arguments(tmp_path, "killed"), iter(range(8))
-
-    def dying(*given: Any) -> torch.Tensor:
-        next(steps)
-        return train_step(*given)
-
+    killed = arguments(tmp_path, "killed")
     with monkeypatch.context() as patched:
-        patched.setattr(training, "train_step", dying)
-        with pytest.raises(StopIteration):
+        at_step(patched, 9, die)
+        with pytest.raises(InterruptedRun):
             launch(Likelihood, None, killed)
     assert launch(Likelihood, None, [*killed, "--resume"]) == 0
-    ours, theirs = newest_weights(tmp_path / "killed"), newest_weights(tmp_path / "straight")
-    assert torch.equal(ours["centers"], theirs["centers"])
+    assert same_tensors(last_weights(tmp_path / "killed"), last_weights(tmp_path / "straight"))
 
 
 def test_the_advice_is_the_experiments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,26 +162,13 @@ def test_the_advice_is_the_experiments(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_a_stopped_language_model_continues_to_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    short_text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    monkeypatch.setattr(tiny_llama, "WINDOW", 8)
-    monkeypatch.setattr(tiny_llama, "llama_config", lambda: LlamaConfig(vocab_size=256, **sizes))
-    monkeypatch.setattr(tiny_llama.TinyLlama, "report", lambda self, done: {})
-    monkeypatch.setattr(tiny_llama.TinyLlama, "summary", lambda self, done, figures: "")
-    monkeypatch.chdir(tmp_path)
-    Path("text").write_text("the quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
-    given = ["--text", "text", "--steps", "30", "--num-features", "4"]
+    monkeypatch.chdir(short_text.parent)
+    given = ["--text", short_text.name, "--steps", "30", "--num-features", "4"]
     assert tiny_llama.main([*given, "--output", "straight"]) == 0
-    steps = iter(range(30))
-
-    def stopping(*arguments: Any) -> torch.Tensor:
-        if next(steps) == 12:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*arguments)
-
     with monkeypatch.context() as patched:
-        patched.setattr(training, "train_step", stopping)
+        at_step(patched, 13, stop)
         assert tiny_llama.main([*given, "--output", "run"]) == 143
     command = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert command[1:] == [
@@ -209,9 +181,7 @@ def test_a_stopped_language_model_continues_to_the_same_weights(
     assert tiny_llama.main([*given, "--output", "run", "--seed", "1", "--resume"]) == 2
     assert "train.seed was 0 and is now 1" in capsys.readouterr().err
     assert tiny_llama.main(command[2:]) == 0
-    ours, theirs = newest_weights(Path("run")), newest_weights(Path("straight"))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert same_tensors(last_weights(Path("run")), last_weights(Path("straight")))
 
 
 # --- runs of earlier versions ----------------------------------------------------------------------------------------
@@ -230,7 +200,7 @@ def old(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_run_of_an_earlier_version_continues_to_the_same_end(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_lra.main(["train_lra/config.yaml", "--resume"]) == 0
     assert "continuing after step 4" in capsys.readouterr().out
-    ours, theirs = newest_weights(Path("train_lra")), load_file(old / "train_lra_end.safetensors")
+    ours, theirs = last_weights(Path("train_lra")), load_file(old / "train_lra_end.safetensors")
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():  # the other version ran on another processor
         torch.testing.assert_close(value, theirs[name], rtol=1e-3, atol=1e-5)

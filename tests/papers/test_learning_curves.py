@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from papers.lib import plots as papers_plots
 from papers.programs import tiny_llama
-from transformers import LlamaConfig
 
 from snnk_cli import plots
 
@@ -38,15 +37,9 @@ def test_a_single_point_is_marked(drawn: list[Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [1, 13, 25])
 def test_the_curves_of_the_language_model_reach_the_last_step(
-    steps: int, drawn: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    steps: int, drawn: list[Any], short_text: Path, tmp_path: Path
 ) -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
-    monkeypatch.setattr(tiny_llama, "WINDOW", 8)
-    monkeypatch.setattr(tiny_llama, "llama_config", lambda: LlamaConfig(vocab_size=256, **sizes))
-    monkeypatch.setattr(tiny_llama.TinyLlama, "report", lambda self, done: {})
-    monkeypatch.setattr(tiny_llama.TinyLlama, "summary", lambda self, done, figures: "")
-    (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
-    arguments = ["--text", str(tmp_path / "text"), "--steps", str(steps), "--output", str(tmp_path / "run")]
+    arguments = ["--text", str(short_text), "--steps", str(steps), "--output", str(tmp_path / "run")]
     assert tiny_llama.main(arguments) == 0
     curves = points(drawn[0])
     assert curves["training"] == list(range(1, steps + 1))

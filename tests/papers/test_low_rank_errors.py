@@ -20,12 +20,10 @@ from papers.lib.lowrank_model import init_errors, low_rank_model, rebuilt_errors
 from papers.lib.lowrank_settings import LowRankConfig, LowRankMethod
 from papers.lib.start_errors import rank_correlation
 from papers.programs import train_lowrank
-from recipe_world import RECIPES, reset_accelerate
+from recipe_world import RECIPES, InterruptedRun, at_step, die, reset_accelerate
 from scipy.stats import spearmanr
 
-from snnk_cli import training
 from snnk_cli.config import load_config
-from snnk_cli.training import train_step
 from tests.stored_runs import put_run
 
 PART = {"targets": "layer*", "kind": "conv", "rank_scale": 0.2}
@@ -87,19 +85,9 @@ def test_a_start_is_found_again_from_its_settings_even_for_a_continued_run(
     file.write_text("{}")
     assert train_lowrank.main([str(file), *given, f"output.dir={tmp_path / 'straight'}"]) == 0
     reset_accelerate()
-
-    class Killed(Exception):
-        pass
-
-    def stopping(*arguments: Any) -> torch.Tensor:
-        if next(steps) == 3:
-            raise Killed
-        return train_step(*arguments)
-
-    steps = iter(range(100))
     with monkeypatch.context() as patched:
-        patched.setattr(training, "train_step", stopping)
-        with pytest.raises(Killed):
+        at_step(patched, 4, die)
+        with pytest.raises(InterruptedRun):
             train_lowrank.main([str(file), *given, f"output.dir={tmp_path / 'run'}"])
     reset_accelerate()
     assert train_lowrank.main([str(file), *given, f"output.dir={tmp_path / 'run'}", "--resume"]) == 0

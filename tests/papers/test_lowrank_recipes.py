@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import signal
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,11 @@ from papers.lib.efficientnet_lite import STAGES, Convolution, EfficientNetLite, 
 from papers.lib.lowrank_model import image_processor, low_rank_model, make_optimizer
 from papers.lib.lowrank_settings import LowRankConfig, LowRankMethod, LowRankModel
 from papers.programs import convert_efficientnet_lite, train_lowrank
-from safetensors.torch import load_file, save_file
+from recipe_world import at_step, last_weights, same_tensors, stop
+from safetensors.torch import save_file
 from torch.nn import functional
 
-from snnk_cli import training
-from snnk_cli.checkpoint import list_checkpoints
 from snnk_cli.config import load_config
-from snnk_cli.training import train_step
 from snnk_peft.errors import ConfigError
 from snnk_peft.tuner.slot_layer import SlotLayer
 from tests.stored_runs import put_figures
@@ -154,24 +150,12 @@ def arguments(data: Path, output: Path, *changes: str) -> list[str]:
 def test_a_stopped_run_resumes_bit_for_bit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Momentum, Frobenius decay and factors that are not made anew among what is continued."""
     assert train_lowrank.main(arguments(data, tmp_path / "straight", "method.low_rank.init=spectral")) == 0
-    steps = iter(range(100))
-
-    def stopping(*given: Any) -> torch.Tensor:
-        if next(steps) == 4:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*given)
-
     run = arguments(data, tmp_path / "run", "method.low_rank.init=spectral")
     with monkeypatch.context() as patched:
-        patched.setattr(training, "train_step", stopping)
+        at_step(patched, 5, stop)
         assert train_lowrank.main(run) == 143
     assert train_lowrank.main([*run, "--resume"]) == 0
-    ours, theirs = (
-        load_file(list_checkpoints(tmp_path / name / "checkpoints")[-1] / "model.safetensors")
-        for name in ("run", "straight")
-    )
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert same_tensors(last_weights(tmp_path / "run"), last_weights(tmp_path / "straight"))
     report = json.loads((tmp_path / "run/metrics.json").read_text())
     assert report["method"] == "spectral-rank_scale-default-frobenius"
     assert report["examples"] == {"train": 20, "test": 10}

@@ -17,6 +17,7 @@ from papers.lib.lra_model import LongRangeClassifier, build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, PerformerSection
 from papers.lib.study import load
 from papers.programs import train_lra
+from recipe_world import same_tensors
 from safetensors.torch import load_file
 
 from snnk_cli.config import load_config
@@ -217,9 +218,7 @@ def test_a_run_continues_bit_for_bit_across_a_redrawing(library: Any, tmp_path: 
     shutil.copytree(tmp_path / "run", tmp_path / "again")
     resume = [*arguments, f"output.dir={tmp_path / 'again'}", "--resume", "--checkpoint", "step-0000003"]
     assert train_lra.main(resume) == 0
-    again = load_file(tmp_path / "again/checkpoints/step-0000012/model.safetensors")
-    assert again.keys() == tensors[12].keys()
-    assert all(torch.equal(value, again[key]) for key, value in tensors[12].items())
+    assert same_tensors(load_file(tmp_path / "again/checkpoints/step-0000012/model.safetensors"), tensors[12])
 
 
 def test_without_the_library_the_run_says_what_to_install(

@@ -20,11 +20,10 @@ from papers.lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tok
 from papers.lib.study import load
 from papers.pages import kernels as kernels_page
 from papers.programs import finetune_kernel, pretrain_mlm
-from recipe_world import RECIPES, reset_accelerate
+from recipe_world import RECIPES, InterruptedRun, at_step, die, reset_accelerate, same_tensors
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertForSequenceClassification
 
-from snnk_cli import training
 from snnk_cli.checkpoint import list_checkpoints
 from snnk_cli.config import load_config
 from snnk_peft.errors import ConfigError
@@ -52,10 +51,6 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"wiki.{split}.tokens").write_text(" \n = Of places = \n" + "".join(f" {text} \n" for text in part))
     write_task(folder / "glue", "rte", n_train=24, n_dev=8)
     return folder
-
-
-class InterruptedRun(Exception):
-    """The end of a process, for the process that tests it."""
 
 
 def settings(texts: Path, out: Path, *more: str) -> list[str]:
@@ -191,24 +186,14 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     more = ["train.steps=24", "train.eval_every=12", "train.save_every_steps=1", "train.batch_size=16"]
     more.append(attention("generative"))
     assert pretrain_mlm.main(settings(texts, tmp_path / "straight", *more)) == 0
-    original, steps = training.train_step, []
-
-    def failing(*arguments: Any) -> torch.Tensor:
-        steps.append(1)
-        if len(steps) == 18:
-            raise InterruptedRun
-        return original(*arguments)
-
-    monkeypatch.setattr(training, "train_step", failing)
-    with pytest.raises(InterruptedRun):
-        pretrain_mlm.main(settings(texts, tmp_path / "run", *more))
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        at_step(patched, 18, die)
+        with pytest.raises(InterruptedRun):
+            pretrain_mlm.main(settings(texts, tmp_path / "run", *more))
     assert list_checkpoints(tmp_path / "run/checkpoints")[-1].name == "step-0000017"
     torch.manual_seed(999)  # what the interrupted process left behind must not matter
     assert pretrain_mlm.main([*settings(texts, tmp_path / "run", *more), "--resume"]) == 0
-    first, second = (load_file(tmp_path / run / "model/model.safetensors") for run in ("straight", "run"))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    assert same_tensors(*(load_file(tmp_path / run / "model/model.safetensors") for run in ("straight", "run")))
     reports = [json.loads((tmp_path / run / "metrics.json").read_text()) for run in ("straight", "run")]
     assert reports[0]["loss"] == reports[1]["loss"]
     assert 0 < reports[0]["best_step"] < reports[0]["config"]["train"]["steps"] + 1

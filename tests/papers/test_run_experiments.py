@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,13 +39,27 @@ def places(tmp_path: Path) -> list[str]:
 
 
 def test_it_stops_in_time_and_renders_what_is_finished(
-    only_two_bodies: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    only_two_bodies: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    long = ["--only", "snnk", "--minutes", "0.5", "--set", "train.steps=1000000", "train.device=cpu"]
-    started = time.monotonic()
-    assert run_experiments.main([*long, *places(tmp_path)]) == 0
-    assert 30 <= time.monotonic() - started < 30 + run_experiments.GRACE
-    run = tmp_path / "runs/snnk/two_bodies/dense/seed0"
+    run, waited = tmp_path / "runs/snnk/two_bodies/dense/seed0", []
+
+    class Quickly(subprocess.Popen):
+        """A sweep that is told that its time is over as soon as its run trains."""
+
+        def wait(self, timeout: float | None = None) -> int:
+            if timeout in (None, run_experiments.GRACE):
+                return super().wait(timeout)
+            waited.append(timeout)
+            end = time.monotonic() + timeout
+            while time.monotonic() < end and not (run / "log.jsonl").is_file():
+                time.sleep(0.05)
+            raise subprocess.TimeoutExpired(self.args, timeout)
+
+    long = ["--only", "snnk", "--minutes", "1.5", "--set", "train.steps=1000000", "train.device=cpu"]
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", Quickly)
+        assert run_experiments.main([*long, *places(tmp_path)]) == 0
+    assert waited == [pytest.approx(90, abs=1)]
     assert list((run / "checkpoints").glob("step-*/model.safetensors"))
     assert not (run / "metrics.json").exists()
     said = capfd.readouterr()

@@ -19,11 +19,9 @@ from papers.lib.masked_model import build_masked
 from papers.lib.mlm_settings import MaskedModelSection
 from papers.lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, learned_spectra
 from papers.programs import train_lra
-from recipe_world import RECIPES
-from safetensors.torch import load_file
+from recipe_world import RECIPES, last_weights
 from transformers import BertConfig, BertForSequenceClassification
 
-from snnk_cli.checkpoint import list_checkpoints
 from snnk_peft import SNNKConfig, build_feature_map, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -265,8 +263,8 @@ def test_from_runs_and_models_to_the_page(
     assert [model["model"] for model in figures["models"]] == ["seed0", "generative", "bundle"]
 
     # The mixture: squares of what the checkpoint holds.
-    saved = load_file(list_checkpoints(folders[0] / "checkpoints")[-1] / "model.safetensors")
-    roots = [value.numpy() for name, value in saved.items() if name.endswith("projection.root")]
+    saved = last_weights(folders[0]).items()
+    roots = [value.numpy() for name, value in saved if name.endswith("projection.root")]
     assert len(roots) == 4
     assert [layer["layer"] for layer in run["layers"]] == ["layer 1", "layer 2"]
     heads = [head for layer in run["layers"] for head in layer["heads"]]

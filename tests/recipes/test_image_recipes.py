@@ -6,9 +6,7 @@ Oracles: pixels by hand from the files (numpy), areas counted pixel by pixel, an
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +20,14 @@ from data import TASKS
 from data._images import ArrayPictures
 from lib import trunk
 from PIL import Image
-from recipe_world import RECIPES, last_weights, same_tensors
+from recipe_world import RECIPES, at_step, last_weights, same_tensors, stop
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers import ViTImageProcessorPil as Processor
 
-from snnk_cli import training
 from snnk_cli.evaluation import evaluation_splits, predict
 from snnk_cli.images import Augmentation, ImageExamples, crop_box, input_size
 from snnk_cli.settings import AugmentSection
-from snnk_cli.training import train_step
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
 
@@ -370,16 +366,9 @@ def test_a_stopped_run_with_augmentation_resumes_bit_for_bit(
 ) -> None:
     changes = [f"augment.{name}={value}" for name, value in ALL.items()]
     assert finetune.main(settings(vit, pictures, tmp_path / "straight", *changes)) == 0
-    steps = iter(range(100))
-
-    def stopping(*arguments: Any) -> torch.Tensor:
-        if next(steps) == 8:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(*arguments)
-
     run = settings(vit, pictures, tmp_path / "run", *changes, f"data.workers={workers}")
     with monkeypatch.context() as patched:
-        patched.setattr(training, "train_step", stopping)
+        at_step(patched, 9, stop)
         assert finetune.main(run) == 143
     assert finetune.main([*run, "--resume", f"data.workers={2 - workers}"]) == 0
     assert same_tensors(last_weights(tmp_path / "run"), last_weights(tmp_path / "straight"))

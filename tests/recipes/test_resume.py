@@ -21,46 +21,19 @@ import fit_head
 import pytest
 import score
 import torch
-from recipe_world import RECIPES, same_tensors, write_settings
+from recipe_world import RECIPES, InterruptedRun, at_step, die, same_tensors, stop, write_settings
 from safetensors.torch import load_file, save_file
 
 from snnk_cli import checkpoint as checkpoints
-from snnk_cli import files, training
+from snnk_cli import files
 from snnk_cli.checkpoint import list_checkpoints
 from snnk_cli.files import sha256
 from snnk_cli.run_folder import claim_folder
-from snnk_cli.training import train_step
 from snnk_peft.errors import ConfigError
 from snnk_peft.saved_folder import temporary_name
 from tests.kill_runs import kill_runs
 
 KEEP = ("train.keep_checkpoints=9",)
-
-
-class Interrupted(RuntimeError):
-    """The end of a process that could not say anything."""
-
-
-def at_step(patched: pytest.MonkeyPatch, step: int, happens: Callable[[], None]) -> None:
-    """`happens()` while optimizer step `step` (from 1) runs."""
-
-    def stepping(*arguments: Any) -> torch.Tensor:
-        counter["done"] += 1
-        values = train_step(*arguments)
-        if counter["done"] == step:
-            happens()
-        return values
-
-    counter = {"done": 0}
-    patched.setattr(training, "train_step", stepping)
-
-
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def die() -> None:
-    raise Interrupted
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +63,7 @@ def interrupted(step: int, *changes: str) -> list[str]:
     arguments = ["run.yaml", *changes]
     with pytest.MonkeyPatch.context() as patched:
         at_step(patched, step, die)
-        with pytest.raises(Interrupted):
+        with pytest.raises(InterruptedRun):
             finetune.main(arguments)
     return arguments
 
