@@ -8,12 +8,13 @@ import io
 import json
 import struct
 import tarfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from data import TASKS
 from data.cifar import CIFAR10, CIFAR100
 from PIL import Image
 
@@ -196,6 +197,46 @@ def hub_folder(root: Path, data: Pixels, image: str, label: str, names: tuple[st
         f"      class_label:\n        names:\n{classes}---\n",
     )
     return root
+
+
+def hub_task(name: str, path: Path | str, **changes: Any) -> Any:
+    """The task with its data set elsewhere."""
+    task: Any = TASKS[name]
+    return replace(task, hub=replace(task.hub, path=str(path), **changes))
+
+
+def shard(path: Path, members: Mapping[str, bytes]) -> None:
+    """A tar archive of these files, in their order."""
+    with tarfile.open(path, "w") as file:
+        for name, member in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(member)
+            file.addfile(info, io.BytesIO(member))
+
+
+KEPT = ("files", "archive", "shards", "hub")
+
+
+def kept_as(kind: str, contents: Sequence[bytes], folder: Path, suffix: str = "png") -> Any:
+    """Encoded pictures of cats as the training pictures of a task that keeps them in one of the ways of `KEPT`."""
+    import datasets
+
+    place, cat = folder / "x", CIFAR10.classes.index("cat")
+    place.mkdir()
+    if kind == "hub":
+        features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=[*CIFAR10.classes])})
+        cells = [{"bytes": content, "path": None} for content in contents]
+        rows = datasets.Dataset.from_dict({"img": cells, "label": [cat] * len(cells)}, features=features)
+        for split in ("train", "test"):
+            rows.to_parquet(place / f"{split}.parquet")
+        return hub_task("cifar10", place).load(cache_dir=folder / "cache")["train"]
+    if kind == "shards":
+        pairs = [{f"{n}.cls": str(cat).encode(), f"{n}.{suffix}": content} for n, content in enumerate(contents)]
+        shard(place / "train.tar", {name: member for pair in pairs for name, member in pair.items()})
+        return TASKS["imagenet1k"].with_settings({"dir": str(place)}).load(splits=["train"])["train"]
+    for number, content in enumerate(contents):
+        write(place / f"train/cat/{number}.{suffix}", content)
+    return TASKS["cifar10"].load(archive(place) if kind == "archive" else place, splits=["train"])["train"]
 
 
 # Task -> its pictures, and the layouts that it is published in: a name and what writes it, returning `data.dir`.

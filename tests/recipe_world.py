@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from snnk_peft.errors import ConfigError
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -102,6 +105,22 @@ def last_weights(run: Path) -> dict[str, torch.Tensor]:
 def same_tensors(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     """Equal bit for bit."""
     return first.keys() == second.keys() and all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def scored(folder: Path, *arguments: str) -> dict[str, Any]:
+    """What score.py reports of a run, or of a saved model."""
+    import score  # a program, which needs the extra
+
+    assert score.main([str(folder), *arguments]) == 0
+    name = "evaluation" if (folder / "config.yaml").is_file() else "metrics"
+    return json.loads((folder / f"{name}.json").read_text())
+
+
+def faults_of(call: Callable[[], Any]) -> list[str]:
+    """The faults of the ConfigError that a call raises."""
+    with pytest.raises(ConfigError) as caught:
+        call()
+    return caught.value.faults
 
 
 class InterruptedRun(Exception):

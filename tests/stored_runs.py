@@ -7,6 +7,12 @@ from pathlib import Path
 from typing import Any
 
 
+def report(**figures: Any) -> dict[str, Any]:
+    """What every run reports, of one on a processor, with these figures."""
+    about = {"device": "cpu", "environment": {"torch_threads": 1}, "config": {"model": {"name_or_path": "minilm"}}}
+    return {**about, **figures}
+
+
 def put_run(study: Path, task: str, method: str, seed: int, report: dict[str, Any]) -> None:
     """Add a report to <study>.jsonl, or put it in the place of that of the same run."""
     found = {**stored(study), (task, method, seed): report}

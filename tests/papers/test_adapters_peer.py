@@ -41,18 +41,8 @@ def command(folder: Path) -> list[str]:
 
 def row_of(folder: Path) -> str:
     """The run's line in the table of scores."""
-    study.main(
-        [
-            "page",
-            "glue",
-            "--runs",
-            str(folder / "runs"),
-            "--rates",
-            str(folder / "rates"),
-            "--out",
-            str(folder / "cards"),
-        ]
-    )
+    given = ["--runs", str(folder / "runs"), "--rates", str(folder / "rates"), "--out", str(folder / "cards")]
+    assert study.main(["page", "glue", *given]) == 0
     page = (folder / "cards/README.md").read_text()
     return next(line for line in page.splitlines() if line.startswith("| adapters_seq_bn |"))
 

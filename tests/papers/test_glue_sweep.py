@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 from papers import study
@@ -13,32 +12,20 @@ from papers.lib import sweep
 from papers.lib.sweep import Run, time_left
 from recipe_world import RECIPES, write_world
 
-from tests.stored_runs import stored
+from tests.stored_runs import put_figures, report, stored
 
 
 def test_a_table_is_rendered_from_stored_reports(tmp_path: Path) -> None:
-    def report(score: float, train: int, seed: int) -> dict[str, Any]:
-        return {
-            "score": score,
-            "seed": seed,
-            "seconds_per_epoch": 12.34,
-            "processor_seconds_per_epoch": 11.9,
-            "trainable_parameters": 74498,
-            "examples": {"train": train, "validation": 9},
-            "device": "cpu",
-            "config": {"model": {"name_or_path": "minilm"}},
-            "environment": {"torch_threads": 2},
-        }
-
-    for task, method, seed, mean in (
+    costs = {"seconds_per_epoch": 12.34, "processor_seconds_per_epoch": 11.9, "trainable_parameters": 74498}
+    for task, method, seed, score in (
         ("rte", "lora_r8", 0, 0.60),
         ("rte", "lora_r8", 1, 0.64),
         ("rte", "snnk_relu16", 0, 0.65),
         ("mrpc", "snnk_relu16", 0, 0.85),
     ):
-        file = tmp_path / "runs" / task / method / f"seed{seed}/metrics.json"
-        file.parent.mkdir(parents=True)
-        file.write_text(json.dumps(report(mean, 100 if task == "rte" else 200, seed)))
+        examples = {"train": 100 if task == "rte" else 200, "validation": 9}
+        figures = report(score=score, seed=seed, examples=examples, **costs)
+        put_figures(tmp_path / "runs" / task / method / f"seed{seed}/metrics.json", figures)
     arguments = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]
     arguments += ["--rates", str(tmp_path / "rates")]
     assert study.main(["page", "glue", *arguments]) == 0

@@ -8,22 +8,14 @@ from papers.lib.reports import chosen_rates, rates, read_reports
 from papers.lib.study import load
 from papers.pages import glue as glue_page
 
-from tests.stored_runs import put_run
+from tests.stored_runs import put_run, put_runs, report
 
 
 def store(root: Path, scores: dict[tuple[str, str], list[float]]) -> None:
+    sizes = {"processor_seconds_per_epoch": 1.0, "trainable_parameters": 7, "examples": {"train": 10}}
     for (task, method), values in scores.items():
-        for seed, score in enumerate(values):
-            put_run(root / "model_cards/glue", task, method, seed, {
-                "score": score,
-                "seed": seed,
-                "processor_seconds_per_epoch": 1.0,
-                "trainable_parameters": 7,
-                "examples": {"train": 10},
-                "device": "cpu",
-                "config": {"model": {"name_or_path": "minilm"}},
-                "environment": {"torch_threads": 1},
-            })  # fmt: skip
+        reports = [report(score=score, seed=seed, **sizes) for seed, score in enumerate(values)]
+        put_runs(root / "model_cards/glue", task, method, *reports)
 
 
 def test_every_seed_is_listed_and_plateaus_are_marked(tmp_path: Path) -> None:

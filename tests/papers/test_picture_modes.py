@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from data import TASKS
 from data._images import EncodedPictures
-from image_layouts import archive
+from image_layouts import KEPT, kept_as
 from papers.lib.column_rows import columns_of
 from papers.lib.picture_rows import read_picture
 from PIL import Image
@@ -20,7 +20,6 @@ from transformers import ViTImageProcessorPil
 from snnk_cli.images import ImageExamples
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks.base_image import UnreadableImageError, converted
-from tests.recipes.test_image_tasks import hub_task, shard
 
 ORIENTATION = 0x0112
 MODES = {
@@ -97,26 +96,11 @@ def test_a_picture_cut_anywhere_is_whole_or_named(kind: str) -> None:
         assert converted(found, 3).size in ((4, 6), (6, 4))
 
 
-@pytest.mark.parametrize("kept", ["files", "archive", "shards", "hub"])
+@pytest.mark.parametrize("kept", KEPT)
 def test_every_door_turns_a_photo(kept: str, tmp_path: Path) -> None:
     content = encoded(Image.fromarray(COLOURS), "JPEG", 6)
     upright = np.asarray(oracle(content))
-    folder = tmp_path / "x"
-    folder.mkdir()
-    if kept == "hub":
-        names = list(TASKS["cifar10"].label_names)
-        features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=names)})
-        rows = {"img": [{"bytes": content, "path": None}], "label": [3]}
-        for split in ("train", "test"):
-            datasets.Dataset.from_dict(rows, features=features).to_parquet(folder / f"{split}.parquet")
-        found = hub_task("cifar10", folder).load(cache_dir=tmp_path / "cache")["train"]
-    elif kept == "shards":
-        shard(folder / "train.tar", {"0.cls": b"3", "0.jpg": content})
-        found = TASKS["imagenet1k"].with_settings({"dir": str(folder)}).load(splits=["train"])["train"]
-    else:
-        (folder / "train/cat").mkdir(parents=True)
-        (folder / "train/cat/0.jpg").write_bytes(content)
-        found = TASKS["cifar10"].load(archive(folder) if kept == "archive" else folder, splits=["train"])["train"]
+    found = kept_as(kept, [content], tmp_path, "jpg")
     np.testing.assert_array_equal(found.picture(0), upright)
     processor = ViTImageProcessorPil(size={"height": 4, "width": 6}, do_normalize=False, do_resize=False)
     pixels = ImageExamples(found, processor, 3, 10).batch([0])["pixel_values"][0]

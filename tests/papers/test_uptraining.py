@@ -27,7 +27,7 @@ from snnk_cli.settings import FinetuneConfig, MethodSection
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.cost import estimate_cost
 from snnk_peft.errors import ConfigError
-from tests.stored_runs import put_run
+from tests.stored_runs import put_runs, report
 
 WIDTH, HIDDEN = 16, 48
 SIZES = {"vocab_size": 60, "hidden_size": WIDTH, "intermediate_size": HIDDEN, "num_attention_heads": 2}
@@ -146,13 +146,10 @@ def test_a_run_leaves_the_whole_model_as_a_bundle_and_says_what_it_costs(tmp_pat
 
 
 def store(root: Path, task: str, method: str, scores: list[float], cost: dict[str, Any] | None = None) -> None:
-    for seed, score in enumerate(scores):
-        put_run(root, task, method, seed, {
-            "metrics": {uptraining_page.METRICS[task]: score}, "seed": seed, "epochs": 1.0,
-            "processor_seconds_per_epoch": 3.0, "trainable_parameters": 7000, "examples": {"train": 10, "dev": 5},
-            "device": "cpu", "config": {"model": {"name_or_path": "minilm"}}, "environment": {"torch_threads": 1},
-            **({"cost": cost} if cost else {}),
-        })  # fmt: skip
+    sizes: dict[str, Any] = {"trainable_parameters": 7000, "examples": {"train": 10, "dev": 5}}
+    sizes |= {"epochs": 1.0, "processor_seconds_per_epoch": 3.0, **({"cost": cost} if cost else {})}
+    metrics = [{uptraining_page.METRICS[task]: score} for score in scores]
+    put_runs(root, task, method, *(report(metrics=each, seed=seed, **sizes) for seed, each in enumerate(metrics)))
 
 
 def test_the_page_compares_runs_of_one_seed(tmp_path: Path) -> None:

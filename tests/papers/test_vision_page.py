@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from papers import study
 from papers.lib.reports import read_reports
 from papers.lib.study import load
 
+from tests.stored_runs import put_figures, report
+
 
 def test_the_page_shows_what_is_stored(tmp_path: Path, root: Path) -> None:
     for method, scores in {"lora_r4": [0.8, 0.9], "full": [0.95]}.items():
         for seed, score in enumerate(scores):
-            file = tmp_path / "runs/digits" / method / f"seed{seed}/metrics.json"
-            file.parent.mkdir(parents=True)
-            file.write_text(json.dumps({
-                "score": score,
-                "seconds_per_epoch": 2.0 - seed,
-                "trainable_parameters": 7,
-                "trainable_parameters_without_classifier": 5,
-                "examples": {"train": 10, "test": 50},
-                "device": "cpu",
-                "config": {"model": {"name_or_path": "vit"}, "train": {"epochs": 3, "eval_every": "end"}},
-                "environment": {"torch_threads": 1},
-            }))  # fmt: skip
+            sizes = {"trainable_parameters": 7, "trainable_parameters_without_classifier": 5}
+            config = {"model": {"name_or_path": "vit"}, "train": {"epochs": 3, "eval_every": "end"}}
+            examples = {"train": 10, "test": 50}
+            figures = report(score=score, seconds_per_epoch=2.0 - seed, examples=examples, config=config, **sizes)
+            put_figures(tmp_path / "runs/digits" / method / f"seed{seed}/metrics.json", figures)
     assert study.main(["page", "vision", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     lines = (tmp_path / "out/README.md").read_text().splitlines()
     rows = [line for line in lines if line.startswith(("| full", "| lora"))]

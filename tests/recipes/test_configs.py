@@ -34,16 +34,9 @@ from papers.programs import (
     train_mlp,
     write_listops,
 )
-from recipe_world import RECIPES, write_world
+from recipe_world import RECIPES, save_classifier, write_world
 from safetensors.torch import save_file
-from transformers import (
-    AutoTokenizer,
-    BertConfig,
-    BertForSequenceClassification,
-    ViTConfig,
-    ViTForImageClassification,
-    ViTImageProcessorPil,
-)
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
 from snnk_cli.config import load_config
 from snnk_cli.converting import Converting
@@ -92,12 +85,7 @@ def reviews(file: Path, models: Path, out: Path) -> list[str]:
 def conversion(file: Path, models: Path, out: Path) -> list[str]:
     """A tiny classifier with the labels of the task; an epoch of training behind the conversion, which has none."""
     task = TASKS[file.stem]
-    names = {} if task.id2label is None else {"id2label": task.id2label, "label2id": task.label2id}
-    tokenizer = AutoTokenizer.from_pretrained(models / "bert")
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BertConfig(vocab_size=len(tokenizer), num_labels=task.num_labels, initializer_range=0.2, **sizes, **names)
-    BertForSequenceClassification(config).save_pretrained(out / "model")
-    tokenizer.save_pretrained(out / "model")
+    save_classifier(out / "model", models / "bert", task)
     given = [f"model.name_or_path={out / 'model'}", "train.epochs=1", "convert.samples=40", "convert.batch_size=4"]
     if task.name == "imdb":
         sizes = ["convert.attention.num_features=4", "convert.ffn.num_features=8", "convert.steps=2"]
@@ -109,10 +97,7 @@ def conversion(file: Path, models: Path, out: Path) -> list[str]:
 def long_range(file: Path, models: Path, out: Path) -> list[str]:
     kind = file.stem.removesuffix("_kl")
     if kind == "text":
-        for part, label in (("train", "neg"), ("train", "pos"), ("test", "neg"), ("test", "pos")):
-            (out / "aclImdb" / part / label).mkdir(parents=True)
-            for row in range(10):
-                (out / "aclImdb" / part / label / f"{row}_1.txt").write_text(f"{part} {label} {row}")
+        write_reviews(out)
     elif kind == "retrieval":
         for part in ("train", "eval", "test"):
             pairs = "".join(f"{row % 2}\tA\tB\tpaper {row}\tother {row}\n" for row in range(4))

@@ -74,6 +74,21 @@ def settings(world: Path, out: Path, *changes: str, task: str | None = "rte", mo
     return [str(file), *fixed, *([] if task is None else [f"data.dir={world / 'glue'}"]), *changes]
 
 
+@pytest.fixture
+def texts(world: Path, tmp_path: Path) -> Path:
+    """A file of texts without labels: the second sentences of RTE."""
+    file = tmp_path / "texts.txt"
+    file.write_text("\n\n".join(TASKS["rte"].load(world / "glue")["train"]["sentence2"]) + "\n")
+    return file
+
+
+def held_out(texts: Path) -> list[str]:
+    """The ten of these texts on which a conversion compares."""
+    every = texts.read_text().split("\n\n")
+    order = torch.randperm(len(every), generator=torch.Generator().manual_seed(0)).tolist()
+    return [every[index].strip() for index in order[:10]]
+
+
 def read(out: Path, name: str = "metrics.json") -> Any:
     return json.loads((out / name).read_text())
 
@@ -135,18 +150,14 @@ def test_a_fresh_process_loads_what_was_measured(finished: tuple[Path, str, str]
     assert [there[name] for name in TASKS["rte"].label_names] == pytest.approx(wanted, abs=1e-5)
 
 
-def test_texts_alone(world: Path, tmp_path: Path) -> None:
+def test_texts_alone(world: Path, texts: Path, tmp_path: Path) -> None:
     """No task: texts that are held out tell how often both predict the same."""
-    rows = TASKS["rte"].load(world / "glue")["train"]
-    texts = tmp_path / "texts.txt"
-    texts.write_text("\n\n".join(rows["sentence2"]) + "\n")
     out = tmp_path / "run"
     assert convert.main(settings(world, out, f"data.texts={texts}", task=None)) == 0
     figures = read(out)
     assert figures["examples"] == {"fitted": 54, "held_out": 10}
     assert figures["score"] == figures["models"]["converted"]["agreement"] == figures["metrics"]["agreement"]
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
-    held = [(rows["sentence2"][index],) for index in order[:10]]
+    held = [(text,) for text in held_out(texts)]
     same = logits(world / "rte", held).argmax(-1) == logits(out / "bundle", held).argmax(-1)
     assert figures["score"] == pytest.approx(same.double().mean().item())
     assert (out / "calibration.png").is_file()
@@ -154,19 +165,16 @@ def test_texts_alone(world: Path, tmp_path: Path) -> None:
     assert convert.main([*settings(world, out, f"data.texts={texts}", task=None), "--resume"]) == 0  # it is finished
 
 
-def test_an_encoder_without_head(world: Path, tmp_path: Path) -> None:
+def test_an_encoder_without_head(world: Path, texts: Path, tmp_path: Path) -> None:
     """Texts alone compare pooled vectors: means over the tokens."""
-    rows = TASKS["rte"].load(world / "glue")["train"]
-    texts, out = tmp_path / "texts.txt", tmp_path / "run"
-    texts.write_text("\n".join(rows["sentence2"]))
+    out = tmp_path / "run"
     assert convert.main(settings(world, out, f"data.texts={texts}", task=None, model="bert")) == 0
     figures = read(out)
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
     vectors = []
     for folder in (world / "bert", out / "bundle"):
         model, reader = AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
         with torch.no_grad():
-            each = [model(**reader(rows["sentence2"][index], return_tensors="pt")) for index in order[:10]]
+            each = [model(**reader(text, return_tensors="pt")) for text in held_out(texts)]
         vectors.append(torch.cat([output.last_hidden_state.mean(1) for output in each]))
     assert figures["score"] == pytest.approx(torch.cosine_similarity(*vectors, dim=-1).mean().item(), abs=1e-4)
 
@@ -194,21 +202,17 @@ def test_a_decoder_keeps_a_share_of_its_cache(world: Path, tmp_path: Path) -> No
     assert cache.nbytes < 0.5 * half  # near keys are in full precision here
 
 
-def test_a_sentence_transformer(world: Path, tmp_path: Path) -> None:
+def test_a_sentence_transformer(world: Path, texts: Path, tmp_path: Path) -> None:
     """In and out; compared are the vectors of `encode`."""
     library = pytest.importorskip("sentence_transformers", reason="pip install 'snnk-peft[embeddings]'")
     first = library.base.modules.Transformer(str(world / "bert"), max_seq_length=32)
     pooling = library.sentence_transformer.modules.Pooling(first.get_embedding_dimension(), "cls")
     library.SentenceTransformer(modules=[first, pooling], device="cpu").save_pretrained(str(tmp_path / "st"))
-    rows = TASKS["rte"].load(world / "glue")["train"]
-    texts, out = tmp_path / "texts.txt", tmp_path / "run"
-    texts.write_text("\n".join(rows["sentence2"]))
+    out = tmp_path / "run"
     assert convert.main(settings(world, out, f"data.texts={texts}", task=None, model=str(tmp_path / "st"))) == 0
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).tolist()
-    held = [rows["sentence2"][index] for index in order[:10]]
     folders = (tmp_path / "st", out / "bundle")
     models = [library.SentenceTransformer(str(folder), device="cpu") for folder in folders]
-    vectors = [model.encode(held, convert_to_tensor=True) for model in models]
+    vectors = [model.encode(held_out(texts), convert_to_tensor=True) for model in models]
     assert read(out)["score"] == pytest.approx(torch.cosine_similarity(*vectors, dim=-1).mean().item(), abs=1e-4)
 
 

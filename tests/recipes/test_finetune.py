@@ -24,7 +24,7 @@ from data import TASKS
 from glue_files import write_task
 from lib.finetuning import Finetuning
 from lib.training_rows import WeightedExamples, balanced_weights, held_back_rows, matched_threshold
-from recipe_world import RECIPES, program_file, same_tensors, write_settings, write_world
+from recipe_world import RECIPES, program_file, same_tensors, scored, write_settings, write_world
 from safetensors.torch import load_file
 from sklearn.utils.class_weight import compute_class_weight
 from transformers import (
@@ -387,8 +387,7 @@ def test_the_epoch_may_be_chosen_on_training_examples(world: Path, tmp_path: Pat
     assert len(scores) == 3
     assert metrics["score_held_back"] == max(scores)
     # The score is that of the dev set, as the saved adapter has it.
-    assert score.main([str(tmp_path / "run/adapter"), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
-    evaluated = json.loads((tmp_path / "run/adapter/metrics.json").read_text())["metrics"]
+    evaluated = scored(tmp_path / "run/adapter", "--task", "rte", f"data.dir={world / 'glue'}")["metrics"]
     assert metrics["metrics"] == evaluated
     assert metrics["score"] == evaluated["score"]
 
@@ -411,8 +410,7 @@ def test_a_fitted_head_that_no_step_makes_better_is_the_best(
         alone = json.loads((folder / "metrics.json").read_text())
         assert alone["metrics"] == metrics["metrics"]
         assert (alone["best_step"], alone["epochs"], alone["train_seconds"]) == (0, 0, 0)
-        assert score.main([str(folder)]) == 0
-        assert json.loads((folder / "evaluation.json").read_text())["metrics"] == metrics["metrics"]
+        assert scored(folder)["metrics"] == metrics["metrics"]
     assert finetune.main(settings(world, tmp_path / "nothing", "train.epochs=0")) == 2
     assert "method.fit_head is false: nothing would be learned" in capsys.readouterr().err
     # Without a fitted head there is nothing worth a look; at the end alone nothing else is scored.
@@ -557,7 +555,7 @@ def test_an_infinite_gradient_is_noticed_before_it_is_saved() -> None:
 
 
 @pytest.mark.parametrize("head", ["own", "wide"])
-@pytest.mark.parametrize("method", ["snnk", "lora", "ia3", "vera", "linear_probe", "bitfit", "full"])
+@pytest.mark.parametrize("method", ["snnk", "lora", "ia3", "vera", "boft", "linear_probe", "bitfit", "full"])
 def test_evaluation_of_every_saved_form_repeats_the_score_of_training(
     world: Path, tmp_path: Path, method: str, head: str
 ) -> None:
@@ -569,8 +567,7 @@ def test_evaluation_of_every_saved_form_repeats_the_score_of_training(
         changes += ("train.choose_share=0.2", "train.choose_threshold=true")
     assert finetune.main(settings(world, run, *changes, method=method)) == 0
     trained = json.loads((run / "metrics.json").read_text())
-    assert score.main([str(run)]) == 0
-    assert json.loads((run / "evaluation.json").read_text())["metrics"] == trained["metrics"]
+    assert scored(run)["metrics"] == trained["metrics"]
     assert json.loads((run / "metrics.json").read_text()) == trained
     assert head == "wide" or trained["threshold"] != 0
     if method == "linear_probe":  # of pairs, the means of two layers and how they differ
@@ -581,8 +578,8 @@ def test_evaluation_of_every_saved_form_repeats_the_score_of_training(
     folders = {"model"} if method in whole else {"adapter", "bundle"} if method == "snnk" else {"adapter"}
     assert {entry.name for entry in run.iterdir() if entry.is_dir()} == {*folders, "checkpoints"}
     for name in folders:
-        assert score.main([str(run / name), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
-        assert json.loads((run / name / "metrics.json").read_text())["metrics"] == trained["metrics"], name
+        told = scored(run / name, "--task", "rte", f"data.dir={world / 'glue'}")
+        assert told["metrics"] == trained["metrics"], name
 
 
 def test_evaluation_refuses_what_does_not_fit(world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

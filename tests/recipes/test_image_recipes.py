@@ -20,7 +20,7 @@ from data import TASKS
 from data._images import ArrayPictures
 from lib import trunk
 from PIL import Image
-from recipe_world import RECIPES, at_step, last_weights, same_tensors, stop
+from recipe_world import RECIPES, at_step, last_weights, same_tensors, scored, stop
 from safetensors.torch import load_file
 from transformers import AutoModelForImageClassification, ViTConfig, ViTForImageClassification
 from transformers import ViTImageProcessorPil as Processor
@@ -227,15 +227,14 @@ def test_own_pictures_are_trained_on_and_scored_by_the_names_of_their_folders(
     assert figures["examples"] == {"train": 30, "validation": 12}
     model = AutoModelForImageClassification.from_pretrained(run / "bundle")
     assert list(model.config.id2label.values()) == list(CLASSES)
-    assert score.main([str(run)]) == 0  # the record knows the classes and what was held back
-    evaluation = json.loads((run / "evaluation.json").read_text())
+    evaluation = scored(run)  # the record knows the classes and what was held back
     assert evaluation["examples"] == {"validation": 12}
     assert evaluation["score"] == figures["score"]
     # Other pictures by the classes of the model, in a folder that has one more.
     more = tmp_path / "more"
     shutil.copytree(pictures / "test", more / "val")
-    assert score.main([str(run / "bundle"), "--task", "image_folder", f"data.dir={more}"]) == 0
-    assert json.loads((run / "bundle/metrics.json").read_text())["examples"] == {"validation": 15}
+    told = scored(run / "bundle", "--task", "image_folder", f"data.dir={more}")
+    assert told["examples"] == {"validation": 15}
     shutil.copytree(more / "val/cat", more / "val/dog")
     assert score.main([str(run / "bundle"), "--task", "image_folder", f"data.dir={more}"]) != 0
     assert "unknown class 'dog'" in " ".join(capsys.readouterr().err.split())
@@ -311,15 +310,11 @@ def test_adapters_are_trained_bundled_and_scored(
     assert figures["score"] >= 0.8  # the brightest channel; chance is a third
     assert figures["examples"] == {"train": 42, "test": 15}
     assert figures["trainable_parameters_without_classifier"] < 2000
-    assert score.main([str(run / "bundle"), "--task", "cifar10", f"data.dir={pictures}"]) == 0
-    scored = json.loads((run / "bundle/metrics.json").read_text())
-    assert scored["score"] == figures["score"]
-    assert scored["examples"] == {"test": 15}
-    assert score.main([str(run / "adapter"), "--task", "cifar10", f"data.dir={pictures}"]) == 0
-    assert json.loads((run / "adapter/metrics.json").read_text())["score"] == figures["score"]
-    assert score.main([str(run), "data.max_eval_samples=3"]) == 0
+    for folder in ("bundle", "adapter"):
+        told = scored(run / folder, "--task", "cifar10", f"data.dir={pictures}")
+        assert (told["score"], told["examples"]) == (figures["score"], {"test": 15})
     # Rows at equal distances: one of each class.
-    assert json.loads((run / "evaluation.json").read_text())["examples"] == {"test": 3}
+    assert scored(run, "data.max_eval_samples=3")["examples"] == {"test": 3}
     model = AutoModelForImageClassification.from_pretrained(run / "bundle")
     assert model.config.id2label[3] == "cat"
     card = (run / "bundle/README.md").read_text()
@@ -391,8 +386,8 @@ def test_every_method_trains(vit: Path, pictures: Path, tmp_path: Path, changes:
     run = tmp_path / "run"
     assert finetune.main(settings(vit, pictures, run, "train.epochs=1", *changes)) == 0
     figures = json.loads((run / "metrics.json").read_text())
-    assert score.main([str(run / kind), "--task", "cifar10", f"data.dir={pictures}"]) == 0
-    assert json.loads((run / kind / "metrics.json").read_text())["score"] == pytest.approx(figures["score"])
+    told = scored(run / kind, "--task", "cifar10", f"data.dir={pictures}")
+    assert told["score"] == pytest.approx(figures["score"])
 
 
 @pytest.mark.parametrize("head", ["own", "wide"])

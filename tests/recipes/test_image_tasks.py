@@ -11,7 +11,6 @@ import pickle
 import shutil
 import sys
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,9 @@ import image_layouts as layouts
 import numpy as np
 import pytest
 from data import TASKS
-from image_layouts import LAYOUTS, NAMES, PICTURES, WNIDS, Pixels, draw, png, write
+from image_layouts import KEPT, LAYOUTS, NAMES, PICTURES, WNIDS, Pixels, draw, hub_task, kept_as, png, shard, write
 from PIL import Image
+from recipe_world import faults_of
 
 import snnk_peft.tasks
 from snnk_peft.errors import ConfigError
@@ -31,12 +31,6 @@ from snnk_peft.tasks.base_image import UnreadableImageError
 from snnk_peft.tasks.image_folder import ImageFolderTask
 
 EVERY = [(task, layout) for task, written in LAYOUTS.items() for layout in written]
-
-
-def faults_of(call: Callable[[], Any]) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        call()
-    return caught.value.faults
 
 
 def settled(name: str, folder: Path, **settings: Any) -> ImageTask:
@@ -449,14 +443,6 @@ def test_faults_of_imagenet_folders(tmp_path: Path):
 # --- shards -----------------------------------------------------------------------------------------------------------
 
 
-def shard(path: Path, members: dict[str, bytes]) -> None:
-    with tarfile.open(path, "w") as file:
-        for name, member in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(member)
-            file.addfile(info, io.BytesIO(member))
-
-
 def test_faults_of_shards(tmp_path: Path):
     root = layouts.shards(tmp_path / "x", PICTURES["imagenet1k"]())
     task = settled("imagenet1k", root)
@@ -506,29 +492,10 @@ def sixteen_bits() -> bytes:
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("kept", ["files", "archive", "shards", "hub"])
+@pytest.mark.parametrize("kept", KEPT)
 def test_an_unreadable_picture_is_named_when_it_is_opened(kept: str, tmp_path: Path):
     good = png(np.full((4, 4, 3), 7, np.uint8))
-    bad = {"0": good, "1": b"", "2": b"no picture", "3": good[:-30], "4": sixteen_bits()}
-    if kept == "hub":
-        names = list(layouts.CIFAR10.classes)
-        features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=names)})
-        cells = [{"bytes": member, "path": None} for member in bad.values()]
-        for split in ("train", "test"):
-            (tmp_path / "x").mkdir(exist_ok=True)
-            rows = datasets.Dataset.from_dict({"img": cells, "label": [3] * 5}, features=features)
-            rows.to_parquet(tmp_path / f"x/{split}.parquet")
-        found = hub_task("cifar10", tmp_path / "x").load(cache_dir=tmp_path / "cache")["train"]
-    elif kept == "shards":
-        (tmp_path / "x").mkdir()
-        members = {f"{name}.png": member for name, member in bad.items()}
-        shard(tmp_path / "x/train.tar", dict(sorted({**members, **{f"{name}.cls": b"3" for name in bad}}.items())))
-        found = TASKS["imagenet1k"].with_settings({"dir": str(tmp_path / "x")}).load(splits=["train"])["train"]
-    else:
-        for name, member in bad.items():
-            write(tmp_path / f"x/train/cat/{name}.png", member)
-        folder = layouts.archive(tmp_path / "x") if kept == "archive" else tmp_path / "x"
-        found = TASKS["cifar10"].load(folder, splits=["train"])["train"]
+    found = kept_as(kept, [good, b"", b"no picture", good[:-30], sixteen_bits()], tmp_path)
     assert np.asarray(found.picture(0)).max() == 7
     for index, message in ((1, "cannot be decoded"), (2, "cannot be decoded"), (3, "cannot be"), (4, "mode 'I;16'")):
         with pytest.raises(UnreadableImageError, match=message) as caught:
@@ -537,14 +504,6 @@ def test_an_unreadable_picture_is_named_when_it_is_opened(kept: str, tmp_path: P
 
 
 # --- the Hub ----------------------------------------------------------------------------------------------------------
-
-
-def hub_task(name: str, path: Path | str, **changes: Any) -> ImageTask:
-    """The task with its data set elsewhere."""
-    task = TASKS[name]
-    assert isinstance(task, ImageTask)
-    assert task.hub is not None
-    return dataclasses.replace(task, hub=dataclasses.replace(task.hub, path=str(path), **changes))
 
 
 @pytest.mark.parametrize(

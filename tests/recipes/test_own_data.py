@@ -18,7 +18,7 @@ import score
 import torch
 import yaml
 from data import TASKS
-from recipe_world import RECIPES, write_world
+from recipe_world import RECIPES, faults_of, scored, write_world
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -30,7 +30,7 @@ from transformers import (
 from snnk_cli.data import Examples
 from snnk_cli.modality import load_tokenizer
 from snnk_peft.tasks.metrics import entity_f1, macro_f1
-from tests.recipes.test_tables import faults_of, table, write_csv, write_lines
+from tests.recipes.test_tables import table, write_csv, write_lines
 
 # The made-up sentences repeat, of which the labelled pass before the training warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*held-out rows are also among:snnk_peft.errors.NumericalWarning")
@@ -122,10 +122,8 @@ def test_a_csv_with_three_labels(here: Path, capsys: pytest.CaptureFixture[str])
     assert str(here) not in Path("runs/x/metrics.json").read_text()
 
     # score.py on the run, and on the bundle, which knows its labels; also with rows in another file.
-    assert score.main(["runs/x"]) == 0
-    assert read("runs/x/evaluation.json")["metrics"] == pytest.approx(report["metrics"])
-    assert score.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.csv"]) == 0
-    assert read("runs/x/bundle/metrics.json")["metrics"] == pytest.approx(report["metrics"])
+    for told in (scored(Path("runs/x")), scored(Path("runs/x/bundle"), "--task", "table", "data.eval_file=y.csv")):
+        assert told["metrics"] == pytest.approx(report["metrics"])
     write_lines(here / "new.jsonl", [{"text": text, "label": label} for text, label in eval_rows[:4]])
     assert score.main(["runs/x", "data.eval_file=new.jsonl", "--output", "new.json"]) == 0
     assert read("new.json")["examples"] == {"validation": 4}
@@ -179,9 +177,7 @@ def test_texts_with_any_number_of_labels(here: Path, head: str) -> None:
         extra = [] if folder == "runs/x" else ["--task", "table", "data.eval_file=y.csv"]
         if folder.endswith("adapter"):
             extra += ["data.labels=[bad,good,mixed]", "data.kind=multi_label_classification"]
-        assert score.main([folder, *extra]) == 0
-        name = "evaluation" if folder == "runs/x" else "metrics"
-        assert read(f"{folder}/{name}.json")["metrics"] == pytest.approx(report["metrics"]), folder
+        assert scored(Path(folder), *extra)["metrics"] == pytest.approx(report["metrics"]), folder
 
 
 @pytest.mark.filterwarnings("ignore:.*occur with more than one label:snnk_peft.errors.NumericalWarning")
@@ -218,9 +214,9 @@ def test_a_regression(here: Path) -> None:
     report = read("runs/x/metrics.json")
     assert report["score"] == pytest.approx((x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum()), abs=1e-4)
     assert report["config"]["data"]["kind"] == "regression"
-    assert score.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.tsv", "data.text=review",
-                          "data.label=stars"]) == 0  # fmt: skip
-    assert read("runs/x/bundle/metrics.json")["score"] == pytest.approx(report["score"], abs=1e-4)
+    columns = ("data.text=review", "data.label=stars")
+    told = scored(Path("runs/x/bundle"), "--task", "table", "data.eval_file=y.tsv", *columns)
+    assert told["score"] == pytest.approx(report["score"], abs=1e-4)
     assert bundle.main(["runs/x", "--output", "small"]) == 0
 
 
@@ -241,8 +237,7 @@ def test_pairs_of_texts_of_which_a_part_is_held_back(here: Path, capsys: pytest.
     predicted, _ = classes("runs/x/bundle", list(zip(held["sentence1"], held["sentence2"], strict=True)))
     true = [held.features["label"].int2str(label) for label in held["label"]]
     assert report["metrics"]["accuracy"] == pytest.approx(sum(map(str.__eq__, predicted, true)) / 12)
-    assert score.main(["runs/x"]) == 0
-    assert read("runs/x/evaluation.json")["metrics"] == pytest.approx(report["metrics"])
+    assert scored(Path("runs/x"))["metrics"] == pytest.approx(report["metrics"])
     assert bundle.main(["runs/x", "--output", "small"]) == 0
     assert train(*files, "data.hold_out=0.25", "data.metric=macro_f1", "--resume") == 0  # finished: settings agree
     assert train(*files, "data.hold_out=0.5", "data.metric=macro_f1", "--resume") == 2
@@ -281,8 +276,7 @@ def test_words_with_tags(here: Path, method: str) -> None:
     assert report["config"]["data"]["labels"] == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
     assert set(report["metrics"]) == {"accuracy", "macro_f1", "entity_f1", "score"}
     if method == "lora":
-        assert score.main(["runs/x"]) == 0
-        assert read("runs/x/evaluation.json")["metrics"] == pytest.approx(report["metrics"])
+        assert scored(Path("runs/x"))["metrics"] == pytest.approx(report["metrics"])
         return
     # The oracle tokenises word by word and reads the logits where each word begins.
     model = AutoModelForTokenClassification.from_pretrained("runs/x/bundle").eval()
@@ -303,8 +297,8 @@ def test_words_with_tags(here: Path, method: str) -> None:
     total = sum(len(spans(tags)) for tags in [*predicted, *true])
     assert report["score"] == report["metrics"]["entity_f1"] == pytest.approx(2 * right / total)
     assert 0 < 2 * right < total
-    assert score.main(["runs/x/bundle", "--task", "table", "data.eval_file=y.jsonl", *files[2:]]) == 0
-    assert read("runs/x/bundle/metrics.json")["metrics"] == pytest.approx(report["metrics"])
+    told = scored(Path("runs/x/bundle"), "--task", "table", "data.eval_file=y.jsonl", *files[2:])
+    assert told["metrics"] == pytest.approx(report["metrics"])
     assert bundle.main(["runs/x", "--output", "small"]) == 0
     found = pipeline("token-classification", model="small")("the film New York")
     assert {piece["entity"] for piece in found} <= {"B-LOC", "B-PER", "I-LOC", "I-PER", "O"}

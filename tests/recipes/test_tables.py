@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from data import TASKS
+from recipe_world import faults_of
 
 from snnk_peft.errors import ConfigError
 from tests.fresh_process import run_python
@@ -23,12 +24,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, so that faults name files as they were given."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def faults_of(call) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        call()
-    return caught.value.faults
 
 
 def table(**settings: Any) -> Any:

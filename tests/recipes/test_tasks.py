@@ -15,6 +15,7 @@ import pytest
 import torch
 from data import TASKS, ColumnsTask, SequenceTask, TaskSpec, TsvLayout
 from glue_files import FOLDERS, HEADERS, write_task
+from recipe_world import faults_of
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import ImageTask, TextTask, metrics
@@ -32,12 +33,6 @@ REAL_ROWS = {
     "mnli": (7999, 1920),
     "qqp": (7999, 2000),
 }
-
-
-def faults_of(call) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        call()
-    return caught.value.faults
 
 
 def edit(path: Path, line: int, new: str | bytes | None) -> None:

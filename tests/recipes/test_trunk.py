@@ -10,12 +10,11 @@ from typing import Any
 
 import finetune
 import pytest
-import score
 import torch
 import transformers
 from lib import trunk as trunks
 from lib.trunk import STATES, VIEWS, Trunk
-from recipe_world import last_weights, write_settings, write_world
+from recipe_world import last_weights, scored, write_settings, write_world
 from tiny_families import CONFIGS, build, main_head
 from tiny_models import CLASSIFIERS, inputs_for, tiny
 
@@ -127,12 +126,9 @@ def test_a_run_with_a_cut_is_one_of_the_layers_behind(
     assert rounded["trainable_parameters"] == exact["trainable_parameters"]
     assert rounded["cut"]["stored_bytes"] > 0
     assert "cut" not in exact
-    assert score.main([str(tmp_path / "rounded")]) == 0
-    again = json.loads((tmp_path / "rounded/evaluation.json").read_text())
-    assert again["metrics"] == rounded["metrics"]
+    assert scored(tmp_path / "rounded")["metrics"] == rounded["metrics"]
     for folder in ("adapter", "bundle") if method == "snnk" else ("adapter",):
-        assert score.main([str(tmp_path / "rounded" / folder), "--task", "rte", f"data.dir={world / 'glue'}"]) == 0
-        told = json.loads((tmp_path / "rounded" / folder / "metrics.json").read_text())
+        told = scored(tmp_path / "rounded" / folder, "--task", "rte", f"data.dir={world / 'glue'}")
         assert told["metrics"] == rounded["metrics"], folder
 
 
