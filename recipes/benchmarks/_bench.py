@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from snnk_cli.files import write_json
 from snnk_cli.lock import hold
 from snnk_cli.run_folder import environment, peak_memory
+from snnk_cli.terminal import bar as bar
 from snnk_cli.terminal import show_table
 from snnk_cli.timing import alternate as alternate  # how all programs take timings
 from snnk_cli.timing import ratio as ratio
@@ -137,10 +138,15 @@ def resident() -> int:
 
 def report(figures: Mapping[str, Any], rows: list[Mapping[str, Any]], output: Path, title: str) -> None:
     """Print a table and write metrics.json with the environment."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_json(output, {**figures, "rows": rows, "environment": environment(ROOT)})
+    keep({**figures, "rows": rows}, output)
     show(rows, title)
     print(f"written: {output}")
+
+
+def keep(figures: Mapping[str, Any], output: Path) -> None:
+    """Write metrics.json with the environment."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_json(output, {**figures, "environment": environment(ROOT)})
 
 
 def show(rows: list[Mapping[str, Any]], title: str) -> None:

@@ -28,12 +28,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from _bench import add_device, allocated_growth, alternate, parser, peak_growth, ratio, report, synchronize
+from _bench import add_device, allocated_growth, alternate, bar, parser, peak_growth, ratio, report, synchronize
 from data import TASKS
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeModel
-from rich.console import Console
-from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -176,7 +174,7 @@ def attend_and_return(name: str, length: int) -> Run:
 def maps(repetitions: int) -> Rows:
     """Measure milliseconds and peak growth of every attention by length, and both relative to fused softmax."""
     rows = []
-    for length in track(MAPS_LENGTHS, "maps", console=Console(stderr=True)):
+    for length in bar(MAPS_LENGTHS, "maps"):
         names = ["softmax", *(f"posrf-{projection}" for projection in MAPS)]
         if length <= LONGEST_FORMED:
             names.append(FORMED)

@@ -22,13 +22,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from _bench import RESULTS, add_device, synchronize
+from _bench import RESULTS, add_device, keep, synchronize
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from snnk_cli.files import write_json
 from snnk_cli.plots import error_curves
-from snnk_cli.run_folder import environment
 from snnk_cli.terminal import show_table
 from snnk_peft import build_feature_map
 from snnk_peft.functional.backend import form_that_ran
@@ -219,9 +217,7 @@ def main() -> None:
     cells = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in map(row.get, shown)] for row in rows]
     show_table(f"attention on {card}", shown, cells, ("kind",))
     print(*(f"left out: {each}" for each in left_out), sep="\n")
-    given.output.parent.mkdir(parents=True, exist_ok=True)
-    found = {"card": card, "forms": forms, "rows": rows, "left_out": left_out}
-    write_json(given.output, {**found, "environment": environment(Path(__file__).resolve().parents[2])})
+    keep({"card": card, "forms": forms, "rows": rows, "left_out": left_out}, given.output)
     plot([row for row in rows if row["kind"] != "decode"], given.output.with_name("attention_on_gpu.png"), card)
 
 

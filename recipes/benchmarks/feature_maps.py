@@ -21,13 +21,9 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from _bench import ROOT, alternate, parser, peak_bytes, ratio, report, show
-from rich.console import Console
-from rich.progress import track
+from _bench import alternate, bar, keep, parser, peak_bytes, ratio, report, show
 from torch import nn
 
-from snnk_cli.files import write_json
-from snnk_cli.run_folder import environment
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMap, FeatureMapSpec
@@ -171,7 +167,7 @@ def adapting(counts: list[int], shape: list[int]) -> list[dict[str, Any]]:
 def crossover(repetitions: int) -> list[dict[str, Any]]:
     """Time fast against dense products of structured square matrices with 4096 vectors."""
     rows = []
-    for dim in track(SIZES, "crossover", console=Console(stderr=True)):
+    for dim in bar(SIZES, "crossover"):
         x = torch.randn(4096, dim, generator=torch.Generator().manual_seed(0))
         row: dict[str, Any] = {"dim": dim}
         for name in STRUCTURED:
@@ -203,13 +199,11 @@ def main() -> None:
     earlier = json.loads(arguments.output.read_text()) if arguments.output.exists() else {"rows": []}
     jobs = [(component, count) for component in arguments.components for count in arguments.features]
     rows = list(earlier["rows"])
-    for component, count in track(jobs, "pairs", console=Console(stderr=True)):
+    for component, count in bar(jobs, "pairs"):
         new = measure(component, count, arguments.shape, arguments.repetitions, arguments.projections)
         done = {(row["component"], row["projection"], row["wanted"]) for row in new}
         rows = [row for row in rows if (row["component"], row["projection"], row["wanted"]) not in done] + new
-        partial = {"unfinished": True, "rows": rows, "environment": environment(ROOT)}
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        write_json(arguments.output, partial)
+        keep({"unfinished": True, "rows": rows}, arguments.output)
     against_posrf = adapting(arguments.features, arguments.shape)
     sizes = crossover(arguments.repetitions)
     slow = {

@@ -25,15 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _bench import ROOT, parser, ratio, show
-from rich.console import Console
-from rich.progress import track
+from _bench import bar, keep, parser, ratio, show
 from torch import nn
 from transformers import AutoModel, AutoTokenizer
 
-from snnk_cli.files import read_json, write_json
+from snnk_cli.files import read_json
 from snnk_cli.models import resolve_model
-from snnk_cli.run_folder import environment
 from snnk_peft.low_rank import LOW_RANK_INITS, Factors, factorize
 from snnk_peft.low_rank.inits.function import search
 from snnk_peft.low_rank.problem import Problem, Solution
@@ -215,11 +212,10 @@ def main() -> None:
     file: Path = arguments.output
     known = read_json(file)["rows"] if arguments.resume and file.exists() else []
     rows = {key(row): row for row in known}
-    file.parent.mkdir(parents=True, exist_ok=True)
 
-    def keep() -> None:
+    def keep_all() -> None:
         found = list(rows.values())
-        write_json(file, {"summary": summary(found), "rows": found, "environment": environment(ROOT)})
+        keep({"summary": summary(found), "rows": found}, file)
 
     layers: dict[tuple[str, tuple[int, int]], Callable[[], Layer]] = {}
     for size in shapes:
@@ -227,11 +223,11 @@ def main() -> None:
         if size == MINILM:
             layers[f"minilm layer {arguments.layer}", size] = functools.partial(minilm, arguments.layer)
     work = list(itertools.product(layers, arguments.activations, scales))
-    for (weights, size), activation, scale in track(work, "measuring", console=Console(stderr=True)):
+    for (weights, size), activation, scale in bar(work, "measuring"):
         row = new_row(weights, size, activation, scale)
         row = rows.setdefault(key(row), row)
         layer = layers[weights, size]()
-        measure(row, layer, arguments.inits, arguments.restarts, arguments.repetitions, keep)
+        measure(row, layer, arguments.inits, arguments.restarts, arguments.repetitions, keep_all)
     found = list(rows.values())
     for of in ("relative_risk", "held_out", "seconds"):
         if any(row[of] for row in found):

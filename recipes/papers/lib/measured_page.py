@@ -1,4 +1,4 @@
-"""An experiment's folder: metrics.json with the measurements, and a page rendered from it alone."""
+"""An experiment's options and folder: metrics.json with the measurements, and a page rendered from it alone."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ def page_options(description: str | None, results: Path | None, *pictures: str) 
     made.add_argument("--output", type=Path, default=results, required=results is None, help=f"folder of {written}")
     made.add_argument("--render", action="store_true", help="what is made of metrics.json again, without measuring")
     return made
+
+
+def too_small(given: argparse.Namespace, **least: int) -> list[str]:
+    """List the options, or the items of those that are lists, whose values are below the least ones, by name."""
+    faults = []
+    for name, low in least.items():
+        value, option = getattr(given, name), f"--{name.replace('_', '-')}"
+        told = [f"{option} has {each}" for each in value if each < low] if isinstance(value, list) else []
+        if not isinstance(value, list) and value < low:
+            told = [f"{option} is {value}"]
+        faults += [f"{each}; expected at least {low}" for each in told]
+    return faults
 
 
 def measured_page(folder: Path, again: bool, measure: Callable[[], Figures], page: Callable[[Figures], str]) -> Figures:

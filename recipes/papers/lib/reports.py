@@ -7,7 +7,7 @@ import json
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -114,6 +114,12 @@ def read_reports(study: Path, name: str) -> Table:
             f"no reports in {lines_of(study)} and no finished run; start: python recipes/papers/study.py run {name}"
         )
     return {task: dict(row) for task, row in table.items()}
+
+
+def alike(settings: Iterable[str], told: str = "{}.") -> str:
+    """Return what all runs share, put into `told`, or a warning that they differ."""
+    found = sorted(set(settings))
+    return told.format(*found) if len(found) == 1 else f"**The runs differ ({' / '.join(found)}): compare with care.**"
 
 
 def by_model(runs: Mapping[str, Value]) -> dict[str, list[Value]]:

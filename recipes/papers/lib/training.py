@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Config, Experiment, Schedule, of_budget, of_epochs, of_steps
+
+# Of `Experiment.score`: the examples by split, whether the run was asked to stop, and the metrics unless it was.
+Splits = Mapping[str, ExampleSet]
+Stopped = Callable[[], bool]
+Metrics = dict[str, float] | None
 
 
 class Training(Experiment[Config]):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from papers.lib.plots import scatter_panels
-from papers.lib.reports import Table
+from papers.lib.reports import Table, alike
 from snnk_cli.tables import grid, mean_in_words
 
 BESIDE = "evaluation"  # the second report of each run
@@ -82,13 +82,10 @@ def cells(cell: list[dict[str, Any]]) -> list[str]:
 
 def about(row: dict[str, list[dict[str, Any]]]) -> str:
     """Return the settings that all runs of a task share, or a warning."""
-    found = sorted(
-        {
-            f"{report['longest_sequence']} pairs, at most {report['config']['train']['steps']:,} steps of "
-            f"{report['config']['train']['batch_size']}, {report['evaluation']['draws']['number']} draws, "
-            f"{sum(report['evaluation']['examples'].values()):,} sequences"
-            for cell in row.values()
-            for report in cell
-        }
+    return alike(
+        f"{report['longest_sequence']} pairs, at most {report['config']['train']['steps']:,} steps of "
+        f"{report['config']['train']['batch_size']}, {report['evaluation']['draws']['number']} draws, "
+        f"{sum(report['evaluation']['examples'].values()):,} sequences"
+        for cell in row.values()
+        for report in cell
     )
-    return found[0] + "." if len(found) == 1 else f"**The runs differ ({' / '.join(found)}): compare with care.**"

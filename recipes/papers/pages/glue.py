@@ -13,7 +13,7 @@ from typing import Any
 from papers.lib.plots import score_rows
 from papers.lib.reports import Rates, Table, collect
 from papers.lib.reports import rates as tried_rates
-from snnk_cli.tables import grid, spread
+from snnk_cli.tables import grid, mean_in_words, spread
 
 ROOT = Path(__file__).resolve().parents[3]
 # Scores of a constant answer on the official dev sets: the most frequent class (RTE 146 of 277, MRPC 279 of 408 with
@@ -134,10 +134,8 @@ def _pairs(row: Mapping[str, list[dict[str, Any]]], method: str) -> list[float]:
 
 def with_error(values: list[float], form: str = ".1f") -> str:
     """Format mean ± standard error (number) of `values`, in percent."""
-    mean = format(100 * statistics.mean(values), form)
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {100 * statistics.stdev(values) / len(values) ** 0.5:.1f} ({len(values)})"
+    told = mean_in_words([100 * value for value in values], form, ".1f")
+    return told + (f" ({len(values)})" if len(values) > 1 else "")
 
 
 def tuning(tried: Rates) -> list[list[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from papers.lib.plots import score_panels
-from papers.lib.reports import Table
+from papers.lib.reports import Table, alike
 from snnk_cli.tables import grid, mean_in_words, spread, standard_error
 
 LEVELS = (0.5, 0.9, 0.99)
@@ -80,12 +80,7 @@ def about(table: Table) -> str:
             f"{train['learning_rate']:g}, at most {train['steps']:,} steps, scored every {train['eval_every']}"
         )
 
-    found = sorted({settings(report) for report in reports})
-    return (
-        f"All runs: {found[0]}."
-        if len(found) == 1
-        else f"**The runs differ ({' / '.join(found)}): compare with care.**"
-    )
+    return alike(map(settings, reports), "All runs: {}.")
 
 
 def steps(cell: list[dict[str, Any]], level: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from papers.lib.plots import score_panels
 from papers.lib.reports import Table
-from snnk_cli.tables import grid, mean_and_error
+from snnk_cli.tables import grid, mean_and_error, mean_in_words
 
 # Task -> the metric of the paper's tables.
 METRICS = {"rte": "accuracy", "mrpc": "f1", "stsb": "spearmanr", "cola": "matthews_correlation"}
@@ -48,8 +48,7 @@ def percent(task: str, report: dict[str, Any]) -> float:
 
 def in_words(values: list[float], form: str = ".1f") -> str:
     """Format mean ± standard error (number)."""
-    mean, error = mean_and_error(values)
-    return format(mean, form) + (f" ± {error:.1f} ({len(values)})" if len(values) > 1 else "")
+    return mean_in_words(values, form, ".1f") + (f" ({len(values)})" if len(values) > 1 else "")
 
 
 def differences(task: str, row: dict[str, list[dict[str, Any]]], method: str) -> list[float]:

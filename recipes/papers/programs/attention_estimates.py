@@ -27,7 +27,6 @@ import copy
 import statistics
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,17 +34,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 from data import TASKS
-from rich.console import Console
-from rich.progress import track
 from transformers import AutoModel
 
 from papers.lib.estimates_page import CENTROIDS, UNIFORM, draw, render, show
-from papers.lib.measured_page import measured_page, page_options
+from papers.lib.measured_page import measured_page, page_options, too_small
 from papers.lib.printed_pairs import COMPONENTS, MATRICES
 from snnk_cli.files import guarded
 from snnk_cli.modality import load_tokenizer
 from snnk_cli.models import resolve_model
 from snnk_cli.run_folder import environment
+from snnk_cli.terminal import bar
 from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.kernel_attention import KernelAttention
@@ -122,20 +120,10 @@ def work(arguments: argparse.Namespace) -> None:
     print(f"written: {arguments.output}")
 
 
-def _faults(arguments: argparse.Namespace) -> list[str]:
-    faults = [f"--features has {m}; expected at least 1" for m in arguments.features if m < 1]
-    faults += [f"--fitted has {m}; expected at least 1" for m in arguments.fitted if m < 1]
-    least = {"sentences": 1, "calibration": 10, "draws": 2, "max_length": 4, "steps": 0}
-    return faults + [
-        f"--{name.replace('_', '-')} is {getattr(arguments, name)}; expected at least {low}"
-        for name, low in least.items()
-        if getattr(arguments, name) < low
-    ]
-
-
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure all figures."""
-    if faults := _faults(arguments):
+    least = {"features": 1, "fitted": 1, "sentences": 1, "calibration": 10, "draws": 2, "max_length": 4, "steps": 0}
+    if faults := too_small(arguments, **least):
         raise ConfigError(faults)
     folder = resolve_model(arguments.model, "--model")
     model, tokenizer = AutoModel.from_pretrained(folder, dtype=torch.float32).eval(), load_tokenizer(folder)
@@ -151,7 +139,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         for component, projection in (name.split("-") for name in arguments.pairs)
         for m in dict.fromkeys(PROJECTIONS[projection].nearest_size(dim, m) for m in arguments.features)
     ]
-    for component, projection, m in watched(drawing, "pairs and sizes"):
+    for component, projection, m in bar(drawing, "pairs and sizes"):
         maps = [build_feature_map(component, projection, dim, m, seed=seed) for seed in range(arguments.draws)]
         draws = [[estimate(KernelAttention([one], each.q.shape[1]), each) for each in heads] for one in maps]
         rows.append(row(f"{component}-{projection}", m, draws, level, layers))
@@ -162,7 +150,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         (steps, m, seed, layer) for steps, m in fitting for seed in range(arguments.draws) for layer in range(layers)
     ]
     found: dict[tuple[int, int], list[dict[int, list[Errors]]]] = {each: [{} for _ in chosen] for each in fitting}
-    for steps, m, seed, layer in watched(jobs, "calibrations"):
+    for steps, m, seed, layer in bar(jobs, "calibrations"):
         texts = [unlabelled[index] for index in chosen[seed]]
         groups = batches_by_length([len(text) for text in texts], range(len(texts)), min(32, len(texts) // 8))
         batches = [tokens(tokenizer, [texts[i] for i in group], arguments.max_length) for group in groups]
@@ -188,11 +176,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "rows": rows,
         "environment": environment(ROOT),
     }
-
-
-def watched(jobs: list[Any], title: str) -> Iterator[Any]:
-    """Iterate over the jobs with a progress bar."""
-    yield from track(jobs, title, console=Console(stderr=True))
 
 
 def sentences(arguments: argparse.Namespace) -> tuple[str, list[str], list[str]]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,8 @@ from papers.lib.layer_settings import SineMethod, SineModel, layer_faults
 from papers.lib.picture_rows import read_picture
 from papers.lib.plots import picture_grid
 from papers.lib.sine_network import SineNetwork, derivatives
-from papers.lib.training import Training
+from papers.lib.training import Metrics, Splits, Stopped, Training
 from snnk_cli.config import option
-from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data, Finished
 from snnk_cli.launch import launch
 from snnk_cli.settings import RunOutput, StepSettings
@@ -103,13 +102,7 @@ class FitPicture(Training[PictureConfig]):
         """Build the network; all of it is trained except the feature rows, unless these are learned."""
         return SineNetwork.of(self.config, inputs=2, outputs=1)
 
-    def score(
-        self,
-        model: torch.nn.Module,
-        splits: Mapping[str, ExampleSet],
-        accelerator: Any,
-        stopped: Callable[[], bool],
-    ) -> dict[str, float] | None:
+    def score(self, model: torch.nn.Module, splits: Splits, accelerator: Any, stopped: Stopped) -> Metrics:
         """Return the peak signal-to-noise ratio in decibels, 10 lg(range²/mean squared error)."""
         if stopped():
             return None
@@ -144,7 +137,6 @@ class FitPicture(Training[PictureConfig]):
             "laplacian_error": relative(laplacian, true_laplacian),
             "seconds_per_step": done.state.train_seconds / done.state.step,
             "processor_seconds_per_step": done.state.cpu_seconds / done.state.step,
-            "device": str(done.device),
         }
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ Settings are `section.key=value`; `--help` lists them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,9 @@ import torch
 from papers.lib.layer_settings import SineMethod, SineModel, layer_faults
 from papers.lib.plots import picture_grid
 from papers.lib.sine_network import PotentialNetwork, SineNetwork
-from papers.lib.training import Training
+from papers.lib.training import Metrics, Splits, Stopped, Training
 from papers.lib.two_bodies import LocalEnergies, TwoBodies, energies_in
 from snnk_cli.config import option
-from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data, Finished
 from snnk_cli.launch import launch
 from snnk_cli.processes import unwrapped
@@ -112,13 +111,7 @@ class FitPotential(Training[PotentialConfig]):
         """Build the network; all of it is trained except the feature rows, unless these are learned."""
         return PotentialNetwork(SineNetwork.of(self.config, inputs=2, outputs=1))
 
-    def score(
-        self,
-        model: torch.nn.Module,
-        splits: Mapping[str, ExampleSet],
-        accelerator: Any,
-        stopped: Callable[[], bool],
-    ) -> dict[str, float] | None:
+    def score(self, model: torch.nn.Module, splits: Splits, accelerator: Any, stopped: Stopped) -> Metrics:
         """Return the explained share of the exact potential's variance (R²), with V(0) = 0 for both."""
         if stopped():
             return None
@@ -155,7 +148,6 @@ class FitPotential(Training[PotentialConfig]):
             "energies_on_the_grid": energies_in(self.system.potential, LEVELS, reach),
             "largest_relative_error_of_an_energy": max(abs(a / b - 1) for a, b in zip(ours, exact, strict=True)),
             "seconds_per_step": done.state.train_seconds / done.state.step,
-            "device": str(done.device),
         }
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:

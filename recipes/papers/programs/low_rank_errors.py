@@ -21,8 +21,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import yaml
-from rich.console import Console
-from rich.progress import track
 
 from papers.lib.lowrank_model import rebuilt_errors
 from papers.lib.lowrank_settings import LowRankConfig
@@ -33,7 +31,7 @@ from snnk_cli.config import load_config
 from snnk_cli.files import write_json
 from snnk_cli.lock import hold
 from snnk_cli.run_folder import environment
-from snnk_cli.terminal import show_table
+from snnk_cli.terminal import bar, show_table
 from snnk_peft.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -71,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     known: dict[str, float] = {}  # decay does not affect the start
     rows = []
-    for method, report in track(reports, "runs", console=Console(stderr=True)):
+    for method, report in bar(reports, "runs"):
         part = report["config"]["method"]["low_rank"]
         start = {key: value for key, value in part.items() if key != "frobenius_decay"}
         key = yaml.safe_dump([report["task"], report["config"]["model"], report["seed"], start])

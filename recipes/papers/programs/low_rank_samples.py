@@ -22,15 +22,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
+from papers.lib.measured_page import too_small
 from papers.lib.shallow_network import recover_weight
 from snnk_cli.files import write_json
 from snnk_cli.lock import hold
 from snnk_cli.plots import error_curves
 from snnk_cli.run_folder import environment
-from snnk_cli.terminal import show_table
+from snnk_cli.terminal import bar, show_table
 from snnk_peft.errors import ConfigError
 from snnk_peft.low_rank import factorize, kernel_projection, risk
 
@@ -60,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     if faults := _faults(arguments):
         raise SystemExit(f"error: {ConfigError(faults)}")
     runs, best = [], []  # risks of all methods on all samples, and of the best factors of the true W
-    for seed in track(range(arguments.teachers), "teachers", console=Console(stderr=True)):
+    for seed in bar(range(arguments.teachers), "teachers"):
         generator = torch.Generator().manual_seed(seed)
         shape = (arguments.outputs, arguments.inputs)
         weight = torch.randn(shape, generator=generator, dtype=torch.float64) * (2 / arguments.inputs) ** 0.5
@@ -118,8 +117,7 @@ def compressed(weight: torch.Tensor, rank: int, init: str) -> tuple[torch.Tensor
 def _faults(arguments: argparse.Namespace) -> list[str]:
     full = min(arguments.inputs, arguments.outputs)
     faults = [] if 1 <= arguments.rank <= full else [f"--rank is {arguments.rank}; expected 1 to {full}, full rank"]
-    faults += [f"--samples has {n}; expected at least 1" for n in arguments.samples if n < 1]
-    return faults + ([] if arguments.teachers >= 1 else [f"--teachers is {arguments.teachers}; expected at least 1"])
+    return faults + too_small(arguments, samples=1, teachers=1)
 
 
 def _summary(runs: list[dict[str, Any]], method: str, count: int) -> dict[str, Any]:

@@ -29,15 +29,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from rich.console import Console
-from rich.progress import track
 from transformers import BertConfig, PretrainedConfig, ViTConfig
 
-from papers.lib.measured_page import measured_page, page_options
+from papers.lib.measured_page import measured_page, page_options, too_small
 from snnk_cli.files import guarded
 from snnk_cli.run_folder import environment
 from snnk_cli.tables import grid
-from snnk_cli.terminal import show_table
+from snnk_cli.terminal import bar, show_table
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig
 from snnk_peft.cost import estimate_cost
 from snnk_peft.cost.build import Builder
@@ -99,8 +97,7 @@ def counted(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check the options and count all figures."""
     depth = 12
     faults = [f"--layers has {k}; expected 0 to {depth}" for k in arguments.layers if not 0 <= k <= depth]
-    faults += [] if arguments.features >= 1 else [f"--features is {arguments.features}; expected at least 1"]
-    if faults:
+    if faults := faults + too_small(arguments, features=1):
         raise ConfigError(faults)
     return count(arguments.models, arguments.layers, arguments.features)
 
@@ -108,7 +105,7 @@ def counted(arguments: argparse.Namespace) -> dict[str, Any]:
 def count(models: list[str], layers: list[int], features: int) -> dict[str, Any]:
     """Count all figures."""
     jobs = [(model, k) for model in models for k in layers]
-    rows = [uptrained(model, k, features) for model, k in track(jobs, "models", console=Console(stderr=True))]
+    rows = [uptrained(model, k, features) for model, k in bar(jobs, "models")]
     return {
         "settings": {"models": models, "layers": layers, "features": features},
         "uptraining": rows,

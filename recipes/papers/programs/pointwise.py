@@ -18,14 +18,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
+from papers.lib.measured_page import too_small
 from snnk_cli.files import write_json
 from snnk_cli.lock import hold
 from snnk_cli.plots import error_curves
 from snnk_cli.run_folder import environment
-from snnk_cli.terminal import show_table
+from snnk_cli.terminal import bar, show_table
 from snnk_peft import build_feature_map
 from snnk_peft.errors import ConfigError
 
@@ -61,20 +60,13 @@ def main(argv: list[str] | None = None) -> None:
     """Run all draws and write the results."""
     arguments = options().parse_args(argv)
     hold(arguments.output)
-    faults = [f"--projections has {p}; expected at least 1" for p in arguments.projections if p < 1]
-    faults += [
-        f"--{name} is {getattr(arguments, name)}; expected at least {least}"
-        for name, least in (("inputs", 1), ("draws", 2))
-        if getattr(arguments, name) < least
-    ]
-    if faults:
+    if faults := too_small(arguments, projections=1, inputs=1, draws=2):
         raise SystemExit(f"error: {ConfigError(faults)}")
     generator = torch.Generator().manual_seed(arguments.seed)
     w, x = torch.rand(2, arguments.inputs, generator=generator, dtype=torch.float64) / arguments.inputs**0.5
     sizes = [(layer, p) for layer in LAYERS for p in arguments.projections]
     rows = [
-        row(layer, p, relative_errors(layer, w, x, p, arguments.draws))
-        for layer, p in track(sizes, "layers and sizes", console=Console(stderr=True))
+        row(layer, p, relative_errors(layer, w, x, p, arguments.draws)) for layer, p in bar(sizes, "layers and sizes")
     ]
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ and print the command that continues.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,7 @@ import torch
 from papers.lib.masked_model import build_masked, masked_scores
 from papers.lib.masked_text import MaskedWindows, read_texts, train_tokenizer
 from papers.lib.mlm_settings import MaskedConfig
-from papers.lib.training import Training
-from snnk_cli.data import ExampleSet
+from papers.lib.training import Metrics, Splits, Stopped, Training
 from snnk_cli.experiment import Data, Finished
 from snnk_cli.files import write_folder
 from snnk_cli.launch import launch
@@ -59,13 +58,7 @@ class PretrainMasked(Training[MaskedConfig]):
         config, vocabulary = self.config, len(self.tokenizer)
         return build_masked(config.model, config.method, vocabulary, config.data.positions, config.train.seed)
 
-    def score(
-        self,
-        model: torch.nn.Module,
-        splits: Mapping[str, ExampleSet],
-        accelerator: Any,
-        stopped: Callable[[], bool],
-    ) -> dict[str, float] | None:
+    def score(self, model: torch.nn.Module, splits: Splits, accelerator: Any, stopped: Stopped) -> Metrics:
         """Return the held-out loss in nats per masked piece (lower is better), and the masked accuracy."""
         size = self.config.train.eval_batch_size
         return masked_scores(model, splits["held out"], size, accelerator.device, stopped)
@@ -88,7 +81,6 @@ class PretrainMasked(Training[MaskedConfig]):
             "vocabulary": len(self.tokenizer),
             "tokens": {name: part.ids.numel() for name, part in texts.items()},
             **done.costs,
-            "device": str(done.device),
         }
 
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:

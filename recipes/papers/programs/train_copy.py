@@ -21,7 +21,7 @@ bit for bit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from papers.lib.copies import KNOWN, SPLITS, Copies, Pieces, copy_scores
 from papers.lib.lra_model import with_linear_attention
 from papers.lib.lra_settings import SCHEDULES, AttentionMethod, LongRangeTrain, ModelSizes
-from papers.lib.training import Training
+from papers.lib.training import Metrics, Splits, Stopped, Training
 from snnk_cli.config import option
-from snnk_cli.data import ExampleSet
 from snnk_cli.experiment import Data, Finished
 from snnk_cli.files import write_folder
 from snnk_cli.launch import launch
@@ -138,13 +137,7 @@ class TrainCopy(Training[CopyConfig]):
         )
         return with_linear_attention(AutoModelForCausalLM.from_config(layout), config.method, config.train.seed)
 
-    def score(
-        self,
-        model: torch.nn.Module,
-        splits: Mapping[str, ExampleSet],
-        accelerator: Any,
-        stopped: Callable[[], bool],
-    ) -> dict[str, float] | None:
+    def score(self, model: torch.nn.Module, splits: Splits, accelerator: Any, stopped: Stopped) -> Metrics:
         """Return the shares of correct tokens in the second copy, and of flawless second copies."""
         return copy_scores(model, splits, self.config.train.eval_batch_size, accelerator, stopped)
 

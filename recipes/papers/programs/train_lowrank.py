@@ -92,7 +92,6 @@ class LowRankTraining(Training[LowRankConfig]):
             # Error of the start against each dense layer's output; none for a dense network.
             **({"init_error": sum(errors.values()) / len(errors), "init_errors": errors} if errors else {}),
             "seconds_per_epoch": state.train_seconds / state.step * done.per_epoch,
-            "device": str(done.device),
         }
 
 

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data.listops import write_listops
 
+from papers.lib.measured_page import too_small
 from snnk_cli.files import check_writable, guarded, write_folder
 from snnk_cli.lock import alone
 from snnk_peft.errors import ConfigError
@@ -40,8 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> None:
         check_writable(given.output)
         sizes = {"train": given.train, "validation": given.validation, "test": given.test}
-        faults = [f"--{name} is {size}; expected at least 1" for name, size in sizes.items() if size < 1]
-        if faults:
+        if faults := too_small(given, **dict.fromkeys(sizes, 1)):
             raise ConfigError(faults)
         bounds = {name: getattr(given, name) for name in ("min_length", "max_length", "max_depth", "max_args")}
         with alone(given.output):
