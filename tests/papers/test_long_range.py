@@ -487,28 +487,6 @@ def test_the_recipe_that_writes_listops_files(tmp_path: Path, capsys: pytest.Cap
     assert not (tmp_path / "none").exists()
 
 
-@pytest.mark.slow
-def test_a_sweep_runs_skips_and_feeds_the_table(
-    easy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(RECIPES.parent))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    arguments = [
-        *(f"data.dir={easy}", "data.max_length=24", "model.dim=16", "train.steps=4", "train.eval_every=2"),
-        *("--out", str(tmp_path / "runs"), "--methods", "posrf_orf"),
-    ]
-    assert study.main(["run", "lra", *arguments]) == 0
-    assert study.main(["run", "lra", *arguments]) == 0
-    assert capfd.readouterr().out.count("1 runs, 1 finished; 0 runs left") == 1
-    assert study.main(["page", "lra", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "cards")]) == 0
-    page = (tmp_path / "cards/README.md").read_text()
-    assert "| posrf_orf | 1 |" in page
-    assert "computed on CPU;" in page
-    (written,) = (tmp_path / "runs").rglob("metrics.json")
-    # Whether memory can be compared hangs on it.
-    assert json.loads(written.read_text())["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def report(method: str, seed: int, accuracy: float, **train: Any) -> dict[str, Any]:
     config = load_config(LongRangeConfig, {"task": "lra_text", "data": {"max_length": 1000}, "output": {"dir": "x"}})
     return {

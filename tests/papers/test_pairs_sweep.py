@@ -29,7 +29,9 @@ def test_the_pairs_are_those_of_table_2() -> None:
         assert len(budgets) == 1
 
 
-def test_from_expressions_to_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_from_expressions_to_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Expressions are written once and whole; without its files Text is left out; the page has what has run."""
     written: list[Path] = []
 
@@ -42,8 +44,9 @@ def test_from_expressions_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     settings = ["train.steps=2", "train.eval_every=2", "model.dim=8", "model.hidden_dim=8", "train.device=cpu"]
     given = ["--methods", "posrf_mm", "saderf_orf", "--seeds", "0", "--out", str(runs)]
     assert study.main(["run", "spectraformer", *settings, *given]) == 0
-    assert "text is left out" in capsys.readouterr().out
+    assert "text is left out" in capfd.readouterr().out
     assert study.main(["run", "spectraformer", *settings, *given]) == 0
+    assert capfd.readouterr().out.count("2 runs, 2 finished; 0 runs left") == 1
     assert len(written) == 1
     low, high = study_runs.BOUNDS.values()
     lengths = [len(row.split("\t")[0].split()) for row in _rows(runs / "listops_files")]
@@ -52,10 +55,12 @@ def test_from_expressions_to_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
     assert max(lengths) <= high
     report = json.loads((runs / "listops/posrf_mm/seed0/metrics.json").read_text())
     assert report["config"]["data"]["max_length"] == high
+    assert report["device"] == "cpu"  # whether memory can be compared hangs on it
     assert study.main(["page", "lra", "--runs", str(runs), "--out", str(cards)]) == 0
     page = (cards / "README.md").read_text()
     assert "| posrf_mm | 1 |" in page
     assert "PosRF-MM against SADERF-ORF" in page
+    assert "computed on CPU;" in page
 
 
 def test_the_printed_figures_give_the_printed_means() -> None:

@@ -8,6 +8,7 @@ import os
 import tarfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from data import TASKS
@@ -82,64 +83,39 @@ def zeros(size: int) -> bytes:
     return part * (size >> 24)
 
 
-def claims(kind: str, folder: Path) -> tuple[str, Path]:
-    """A task, and a file that claims or expands to what no memory holds."""
-    if kind == "member":
-        file = folder / "x.tar"
-        file.write_bytes(header("data_batch_1", 64 * GIGABYTE) + bytes(1024))
-    elif kind == "long name":
-        file = folder / "x.tar"
-        file.write_bytes(header("name", 64 * GIGABYTE, tarfile.GNUTYPE_LONGNAME) + bytes(1024))
-    elif kind == "packed member":
-        file = folder / "x.tar.gz"
-        file.write_bytes(gzip.compress(header("data_batch_1", 8 * GIGABYTE)) + zeros(8 * GIGABYTE))
-    elif kind == "packed other member":
-        file = folder / "x.tar.gz"
-        file.write_bytes(gzip.compress(header("readme", 8 * GIGABYTE)) + zeros(8 * GIGABYTE))
-    elif kind == "sparse file":
-        file = folder / "data_batch_1"
-        with file.open("wb") as stream:
-            stream.truncate(8 * GIGABYTE)
-        return "cifar10", folder
-    elif kind == "idx":
-        for name in ("images-idx3", "labels-idx1"):
-            (folder / f"train-{name}-ubyte.gz").write_bytes(zeros(8 * GIGABYTE))
-        return "mnist", folder
-    elif kind == "idx header":
-        for name, sizes in (("images-idx3", 3), ("labels-idx1", 1)):
-            (folder / f"train-{name}-ubyte").write_bytes(bytes((0, 0, 8, sizes)) + sizes * b"\xff\xff\xff\xff")
-        return "mnist", folder
-    elif kind == "label of a shard":
-        (folder / "train.tar").write_bytes(header("a.cls", 64 * GIGABYTE) + bytes(1024))
-        return "image_folder", folder
-    elif kind == "columns in one line":
-        (folder / "covtype.data.gz").write_bytes(zeros(8 * GIGABYTE))
-        return "covertype", folder
-    elif kind == "columns in lines":
-        (folder / "covtype.data.gz").write_bytes(
-            gzip.compress(b"1" + 54 * b",1" + b"\n") + gzip.compress((b"1" + 54 * b",1" + b"\n") * 150_000, 9) * 500
-        )
-        return "covertype", folder
-    return "cifar10", file
+EIGHT, MANY = 8 * GIGABYTE, 64 * GIGABYTE
+IDX = {"images-idx3": 3, "labels-idx1": 1}  # and how many sizes stand in the header
+LINE = b"1" + 54 * b",1" + b"\n"
+# What claims or expands to more than memory holds: the task, and the content of each file, or the size of a sparse one.
+CLAIMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "member": ("cifar10", {"x.tar": lambda: header("data_batch_1", MANY) + bytes(1024)}),
+    "long name": ("cifar10", {"x.tar": lambda: header("name", MANY, tarfile.GNUTYPE_LONGNAME) + bytes(1024)}),
+    "packed member": ("cifar10", {"x.tar.gz": lambda: gzip.compress(header("data_batch_1", EIGHT)) + zeros(EIGHT)}),
+    "packed other member": ("cifar10", {"x.tar.gz": lambda: gzip.compress(header("readme", EIGHT)) + zeros(EIGHT)}),
+    "sparse file": ("cifar10", {"data_batch_1": EIGHT}),
+    "idx": ("mnist", {f"train-{name}-ubyte.gz": lambda: zeros(EIGHT) for name in IDX}),
+    "idx header": (
+        "mnist",
+        {f"train-{name}-ubyte": lambda n=n: bytes((0, 0, 8, n)) + n * b"\xff\xff\xff\xff" for name, n in IDX.items()},
+    ),
+    "label of a shard": ("image_folder", {"train.tar": lambda: header("a.cls", MANY) + bytes(1024)}),
+    "columns in one line": ("covertype", {"covtype.data.gz": lambda: zeros(EIGHT)}),
+    "columns in lines": (
+        "covertype",
+        {"covtype.data.gz": lambda: gzip.compress(LINE) + gzip.compress(LINE * 150_000, 9) * 500},
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "member",
-        "long name",
-        "packed member",
-        "packed other member",
-        "sparse file",
-        "idx",
-        "idx header",
-        "label of a shard",
-        "columns in one line",
-        "columns in lines",
-    ],
-)
+@pytest.mark.parametrize("kind", CLAIMS)
 def test_what_claims_too_much_is_refused(kind: str, tmp_path: Path) -> None:
-    assert refusal(*claims(kind, tmp_path))
+    task, files = CLAIMS[kind]
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(b"" if isinstance(content, int) else content())
+        if isinstance(content, int):
+            os.truncate(tmp_path / name, content)
+    archive = next(tmp_path.glob("x.*"), None)
+    assert refusal(task, archive or tmp_path)
 
 
 def test_a_bomb_of_a_picture_a_pipe_and_a_loop_of_links(tmp_path: Path) -> None:
