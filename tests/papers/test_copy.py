@@ -199,21 +199,6 @@ def test_the_saved_model_has_the_score_of_the_run(tmp_path: Path, layout: str) -
     assert found["accuracy"] == json.loads((tmp_path / "run/metrics.json").read_text())["accuracy"]
 
 
-@pytest.mark.parametrize(
-    ("given", "messages"),
-    [
-        (["data.piece=7", "model.layout=gpt"], ["data.piece is 7, which does not divide", "model.layout"]),
-        (["data.length=17", "model.heads=3"], ["data.length is 17; expected an even number", "model.heads is 3"]),
-        (["method.attention=sofmax"], ["method.attention", "softmax"]),
-        (["method.attention={component: elu, projection: orf, near_field: 0}"], ["near_field is 0"]),
-    ],
-)
-def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], messages: list[str]) -> None:
-    assert train_copy.main([str(CONFIG), f"output.dir={tmp_path / 'run'}", *given]) == 2
-    error = capsys.readouterr().err
-    assert all(message in error for message in messages), error
-
-
 # --- sweep and page ---------------------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -133,19 +132,3 @@ def test_only_the_chosen_layers_are_replaced() -> None:
     fields = {"component": "sin", "projection": "gaussian", "num_features": 8}
     network = SineNetwork(2, 1, 16, 3, 30.0, snnk=fields, layers=[1])
     assert [isinstance(layer, SNNKLinear) for layer in network.layers] == [False, False, True, False, False]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["method.layers=[0, 1]"], r"method.layers names \[1\]; model.hidden is 1"),
-        (["method.snnk.init=zero"], "snnk.init is 'zero'; expected one of nystrom, paper, random"),
-        (["method.snnk.component=sine"], "sine"),
-        (["method.kind=low_rank", "method.snnk=null"], "snnk is None; expected its num_features"),
-        (["data.file=/nowhere.png"], "cannot be read as a picture"),
-    ],
-)
-def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str) -> None:
-    assert fit_picture.main([CONFIG, *SMALL, f"output.dir={tmp_path / 'run'}", *given]) == 2
-    assert re.search(message, capsys.readouterr().err)
-    assert not (tmp_path / "run").exists()

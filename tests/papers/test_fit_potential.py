@@ -83,16 +83,3 @@ def test_dense_and_snnk_find_the_potential(tmp_path: Path) -> None:
         assert worst < 0.1
         assert (folder / "potential.png").stat().st_size > 10_000
     assert fit_potential.main([CONFIG, *SMALL, f"output.dir={folder}", "--overwrite", "train.steps=2"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("given", "messages"),
-    [
-        (["method.snnk.projection=gausian", "data.frequency=0"], ["gausian", "data.frequency is 0.0"]),
-        (["method.layers=[2]"], ["method.layers names [2]; model.hidden is 1"]),
-    ],
-)
-def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], messages: list[str]) -> None:
-    assert fit_potential.main([CONFIG, f"output.dir={tmp_path / 'run'}", *given]) == 2
-    error = capsys.readouterr().err
-    assert all(message in error for message in messages), error

@@ -199,23 +199,6 @@ def test_interrupted_and_resumed_equals_uninterrupted(
     assert 0 < reports[0]["best_step"] < reports[0]["config"]["train"]["steps"] + 1
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["task=wiki"], "wiki"),
-        (["data.positions=8"], "data.positions is 8; expected at least data.max_length, 16"),
-        (["model.heads=7"], "heads is 7, which does not divide dim 24"),
-        (["method.attention=sofmax"], "softmax"),
-        (["data.dir=null"], "data.dir is null; expected the folder of wiki.train.tokens"),
-    ],
-)
-def test_faults(
-    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], given: list[str], message: str
-) -> None:
-    assert pretrain_mlm.main(settings(texts, tmp_path / "run", *given)) == 2
-    assert message in capsys.readouterr().err
-
-
 # --- fine-tuning ------------------------------------------------------------------------------------------------------
 
 

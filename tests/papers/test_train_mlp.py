@@ -78,14 +78,3 @@ def test_a_bundle_computes_the_same() -> None:
     bundled = network.eval().bundled()
     torch.testing.assert_close(bundled(x).logits, network(x).logits, rtol=1e-4, atol=1e-5)
     assert bundled.last.weight.shape == (3, 8)
-
-
-def test_wrong_settings_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = str(RECIPES / "papers/configs/mlp/columns.yaml")
-    for given, message in (
-        ("task=rte", "task"),
-        ("method.snnk.component=rellu", "rellu"),
-        ("method.kind=sparse", "method.kind"),
-    ):
-        assert train_mlp.main([config, f"output.dir={tmp_path / 'run'}", given]) == 2
-        assert message in capsys.readouterr().err
