@@ -48,13 +48,8 @@ def long_range(task: str, printed: float, *pages: str) -> Callable[[Store], Meas
 def beside_softmax(store: Store) -> Measured:
     """Compare learned kernels with softmax: score difference, mean over tasks, per fine-tuning seed."""
     there = [name for name in LEARNERS if all(name in store.methods("kernels", task) for task in TASKS)]
-    if not there:
-        raise NotMeasuredError("model_cards/kernels: a learned kernel on all tasks")
-    parts = []
-    for name in there:
-        found = as_good(store.mean_differences("kernels", TASKS, name, "softmax"), 2.0)
-        parts.append(Measured(f"{name} {found.ours}", found.verdict))
-    whole = all_of(*parts)
+    parts = (as_good(store.mean_differences("kernels", TASKS, name, "softmax"), 2.0).of(name) for name in there)
+    whole = all_of(*parts, where="model_cards/kernels: a learned kernel on all tasks")
     start = next(iter(store.reports("kernels", "pretraining", "softmax").values()))
     learned = 1 - start["loss"] / start["loss_without_context"]
     if learned < USEFUL:
@@ -106,9 +101,7 @@ def eigenvalues(store: Store) -> Measured:
             verdict = HOLDS if largest[0] < 0.5 else DIRECTION if mean[0] < 1 else FAILS
             told = "largest {:.2f} ± {:.2f}, mean {:.2f} ± {:.2f}".format(*largest, *mean)
             parts.append(Measured(f"{name}: {told} ({len(found)} seeds)", verdict))
-    if not parts:
-        raise NotMeasuredError("papers/programs/results/spectra: a mixture")
-    return all_of(*parts)
+    return all_of(*parts, where="papers/programs/results/spectra: a mixture")
 
 
 def voting(store: Store) -> Measured:
@@ -124,9 +117,7 @@ def voting(store: Store) -> Measured:
         found = gain([100 * (value - 1) for value in gains.values()], unit="%", form="+.0f")
         means = f"{one:.1f} to {all_:.1f} % right, {against:.1f} % of answers against the majority"
         parts.append(Measured(f"{name} {found.ours}: {means}", found.verdict))
-    if not parts:
-        raise NotMeasuredError(f"model_cards/draws/{task}")
-    return all_of(*parts)
+    return all_of(*parts, where=f"model_cards/draws/{task}")
 
 
 of_sparsity = partial(Claim, page="model_cards/sparsity", command="papers/study.py run sparsity")

@@ -43,10 +43,8 @@ def further_ranks(task: str) -> Callable[[Store], Measured]:
             found = gain(store.differences("fmm", task, f"{name}_3", f"{name}_1", "accuracy", 100).values())
             if min(store.values("fmm", task, f"{name}_1", "accuracy").values()) > CEILING:
                 found = Measured(f"{found.ours}, where one is always right", UNTESTED)
-            parts.append(Measured(f"{name} {found.ours}", found.verdict))
-        if not parts:
-            raise NotMeasuredError(f"model_cards/fmm/{task}: rank 3")
-        return all_of(*parts)
+            parts.append(found.of(name))
+        return all_of(*parts, where=f"model_cards/fmm/{task}: rank 3")
 
     return measure
 

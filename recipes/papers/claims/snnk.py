@@ -54,13 +54,12 @@ def beside(
         margin: margin in `unit`.
         unit: unit of the figure; points are percentages.
     """
-    if not rows:
-        raise NotMeasuredError(f"model_cards/{page}")
-    factor, parts = 100 if unit == "points" else 1, []
-    for words, task, first, second in rows:
-        found = as_good(store.differences(page, task, first, second, key, factor).values(), margin, unit)
-        parts.append(Measured(f"{words} {found.ours}", found.verdict))
-    return all_of(*parts)
+    factor = 100 if unit == "points" else 1
+    parts = (
+        as_good(store.differences(page, task, first, second, key, factor).values(), margin, unit).of(words)
+        for words, task, first, second in rows
+    )
+    return all_of(*parts, where=f"model_cards/{page}")
 
 
 def siren(store: Store) -> Measured:
@@ -122,8 +121,7 @@ def beside_lora(method: str) -> Callable[[Store], Measured]:
     def measure(store: Store) -> Measured:
         parts = [as_good(store.mean_differences("glue", GLUE, method, "lora_r8"), 1.0)]
         with contextlib.suppress(NotMeasuredError):
-            found = as_good(store.mean_differences("glue_gpu", GLUE, method, "lora_r8"), 1.0)
-            parts.append(Measured(f"GPU {found.ours}", found.verdict))
+            parts.append(as_good(store.mean_differences("glue_gpu", GLUE, method, "lora_r8"), 1.0).of("GPU"))
         return all_of(*parts)
 
     return measure

@@ -61,10 +61,8 @@ def on_pages(store: Store, task: str, pages: Sequence[str], first: str, second: 
     for page in pages:
         if {first, second} <= set(store.methods(page, task)):
             found = gain(store.differences(page, task, first, second, "accuracy", 100).values(), printed)
-            parts.append(Measured(f"{PAGES[page]}{task} {found.ours}", found.verdict))
-    if not parts:
-        raise NotMeasuredError(f"model_cards/{' or '.join(pages)}: {first} and {second} on {task}")
-    return all_of(*parts)
+            parts.append(found.of(f"{PAGES[page]}{task}"))
+    return all_of(*parts, where=f"model_cards/{' or '.join(pages)}: {first} and {second} on {task}")
 
 
 def accuracy_of_best(store: Store) -> Measured:
@@ -73,9 +71,7 @@ def accuracy_of_best(store: Store) -> Measured:
     for task, pages in (("listops", ("spectraformer",)), ("text", tuple(PAGES))):
         with contextlib.suppress(NotMeasuredError):
             parts.append(on_pages(store, task, pages, BEST, BEFORE, 0.33))
-    if not parts:
-        raise NotMeasuredError(f"model_cards/spectraformer: {BEST} and {BEFORE}")
-    return all_of(*parts)
+    return all_of(*parts, where=f"model_cards/spectraformer: {BEST} and {BEFORE}")
 
 
 def _means(store: Store, task: str, part: int) -> dict[str, dict[int, float]]:
@@ -105,11 +101,8 @@ def _ahead(store: Store, part: int, orders: Iterable[tuple[str, str]]) -> Measur
             raise NotMeasuredError("model_cards/spectraformer: no seed of all pairs")
         differences = [statistics.mean(found[first][s] - found[second][s] for found in by_task) for s in seeds]
         printed = statistics.mean(_printed(task, part, first) - _printed(task, part, second) for task in tasks)
-        measured = gain(differences, printed)
-        ours = f"{first} − {second} (printed {printed:+.1f}) {measured.ours}"
-        parts.append(Measured(ours, measured.verdict))
-    whole = all_of(*parts)
-    return Measured(f"{' and '.join(tasks)}: {whole.ours}", whole.verdict)
+        parts.append(gain(differences, printed).of(f"{first} − {second} (printed {printed:+.1f})"))
+    return all_of(*parts).of(f"{' and '.join(tasks)}:")
 
 
 def _printed(task: str, part: int, name: str) -> float:

@@ -37,6 +37,10 @@ class Measured(NamedTuple):
     ours: str
     verdict: str
 
+    def of(self, what: str) -> Measured:
+        """Return the same, with the figures said to be of `what`."""
+        return Measured(f"{what} {self.ours}", self.verdict)
+
 
 class Claim(NamedTuple):
     """A row of the page.
@@ -208,7 +212,13 @@ def ratio(value: float, printed: float, unit: str) -> Measured:
     return Measured(f"{abs(value):.1f} % {'less' if value > 0 else 'more'} {unit}", verdict)
 
 
-def all_of(*parts: Measured) -> Measured:
-    """Combine figures under one claim with the least favourable verdict; undecided ones count if no other fails."""
+def all_of(*parts: Measured, where: str = "") -> Measured:
+    """Combine figures under one claim with the least favourable verdict; undecided ones count if no other fails.
+
+    Raises:
+        NotMeasuredError: there is no part; `where` says what is not stored.
+    """
+    if not parts:
+        raise NotMeasuredError(where)
     order = [HOLDS, DIRECTION, UNTESTED, FAILS]
     return Measured("; ".join(part.ours for part in parts), max((part.verdict for part in parts), key=order.index))
