@@ -9,8 +9,10 @@ from typing import Any
 
 from snnk_cli.files import check_writable, read_json, write_json, write_text
 from snnk_cli.lock import alone
+from snnk_cli.run_folder import environment
 from snnk_cli.terminal import quiet
 
+ROOT = Path(__file__).resolve().parents[3]
 Figures = dict[str, Any]
 
 
@@ -41,6 +43,12 @@ def too_small(given: argparse.Namespace, **least: int) -> list[str]:
     return faults
 
 
+def write_figures(folder: Path, figures: Figures) -> None:
+    """Write metrics.json with the environment into a folder, which is created if missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "metrics.json", {**figures, "environment": environment(ROOT)})
+
+
 def measured_page(folder: Path, again: bool, measure: Callable[[], Figures], page: Callable[[Figures], str]) -> Figures:
     """Measure, unless only the page is wanted, and write; return the content of metrics.json.
 
@@ -54,9 +62,7 @@ def measured_page(folder: Path, again: bool, measure: Callable[[], Figures], pag
     with alone(folder):
         if not again:
             quiet()
-            figures = measure()
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "metrics.json", figures)
+            write_figures(folder, measure())
         figures = read_json(folder / "metrics.json")
         write_text(folder / "README.md", page(figures))
     return figures

@@ -42,7 +42,6 @@ from papers.lib.printed_pairs import COMPONENTS, MATRICES
 from snnk_cli.files import guarded
 from snnk_cli.modality import load_tokenizer
 from snnk_cli.models import resolve_model
-from snnk_cli.run_folder import environment
 from snnk_cli.terminal import bar
 from snnk_peft import AttentionPart, SNNKConfig, build_feature_map, calibrate, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
@@ -51,7 +50,6 @@ from snnk_peft.parts.attention.recording import Recorder
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.tasks.texts import batches_by_length, drawn
 
-ROOT = Path(__file__).resolve().parents[3]
 RESULTS = Path(__file__).resolve().parent / "results" / "attention_estimates"
 PAIRS = [*((c, p) for c in COMPONENTS for p in MATRICES), ("posrf", "gaussian"), ("trigrf", "orf")]
 SIZES = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
@@ -174,7 +172,6 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "head_dim": dim,
         "tokens": [int(batch["input_ids"].shape[1]) for batch in given],
         "rows": rows,
-        "environment": environment(ROOT),
     }
 
 

@@ -24,13 +24,12 @@ import yaml
 
 from papers.lib.lowrank_model import rebuilt_errors
 from papers.lib.lowrank_settings import LowRankConfig
+from papers.lib.measured_page import write_figures
 from papers.lib.plots import scatter_panels
 from papers.lib.reports import read_reports
 from papers.lib.start_errors import AXES, correlations_of, in_words, panels, row_of
 from snnk_cli.config import load_config
-from snnk_cli.files import write_json
 from snnk_cli.lock import hold
-from snnk_cli.run_folder import environment
 from snnk_cli.terminal import bar, show_table
 from snnk_peft.errors import ConfigError
 
@@ -77,9 +76,8 @@ def main(argv: list[str] | None = None) -> None:
             known[key] = report["init_error"] if "init_error" in report else mean_error(report)
         rows.append(row_of(report, method, known[key]))
     correlations = {task: correlations_of([row for row in rows if row["task"] == task]) for task in table}
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    figures = {"settings": {"runs": len(rows), "starts": len(known)}, "correlations": correlations}
-    write_json(arguments.output / "metrics.json", {**figures, "rows": rows, "environment": environment(ROOT)})
+    settings = {"runs": len(rows), "starts": len(known)}
+    write_figures(arguments.output, {"settings": settings, "correlations": correlations, "rows": rows})
     scatter_panels(panels(rows), arguments.output / "error.png", f"{len(rows)} runs from scratch", AXES)
     show(rows, correlations)
     print(f"written: {arguments.output}")

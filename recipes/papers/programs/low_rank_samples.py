@@ -23,17 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from papers.lib.measured_page import too_small
+from papers.lib.measured_page import too_small, write_figures
 from papers.lib.shallow_network import recover_weight
-from snnk_cli.files import write_json
 from snnk_cli.lock import hold
 from snnk_cli.plots import error_curves
-from snnk_cli.run_folder import environment
 from snnk_cli.terminal import bar, show_table
 from snnk_peft.errors import ConfigError
 from snnk_peft.low_rank import factorize, kernel_projection, risk
 
-ROOT = Path(__file__).resolve().parents[3]
 RESULTS = Path(__file__).resolve().parent / "results" / "low_rank_samples"
 EXACT = "function, least squares"
 METHODS = ("Algorithm 2", "kernel of the recovered W", "spectral", "function", EXACT)
@@ -71,9 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = [row for row in rows if row["teachers"]]
     limit = statistics.mean(best)
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    figures = {"settings": settings, "function_of_true_weight": limit}
-    write_json(arguments.output / "metrics.json", {**figures, "rows": rows, "environment": environment(ROOT)})
+    write_figures(arguments.output, {"settings": settings, "function_of_true_weight": limit, "rows": rows})
     curves = {
         method: [(row["samples"], row["excess"], row["standard_error"]) for row in rows if row["method"] == method]
         for method in dict.fromkeys(row["method"] for row in rows)

@@ -33,7 +33,6 @@ from transformers import BertConfig, PretrainedConfig, ViTConfig
 
 from papers.lib.measured_page import measured_page, page_options, too_small
 from snnk_cli.files import guarded
-from snnk_cli.run_folder import environment
 from snnk_cli.tables import grid
 from snnk_cli.terminal import bar, show_table
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig
@@ -42,7 +41,6 @@ from snnk_peft.cost.build import Builder
 from snnk_peft.cost.estimate import short
 from snnk_peft.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[3]
 RESULTS = Path(__file__).resolve().parent / "results" / "parameter_tables"
 BERT, VIT = "BERT-base", "ViT-base"
 # Config, task, and the batch of Table 6: 64 texts of 128 tokens, 32 images of 224 × 224.
@@ -111,7 +109,6 @@ def count(models: list[str], layers: list[int], features: int) -> dict[str, Any]
         "uptraining": rows,
         "adapters": [adapters("paper"), adapters("default")],
         "poolers": poolers(1024),
-        "environment": environment(ROOT),
     }
 
 

@@ -19,16 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from papers.lib.measured_page import too_small
-from snnk_cli.files import write_json
+from papers.lib.measured_page import too_small, write_figures
 from snnk_cli.lock import hold
 from snnk_cli.plots import error_curves
-from snnk_cli.run_folder import environment
 from snnk_cli.terminal import bar, show_table
 from snnk_peft import build_feature_map
 from snnk_peft.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[3]
 RESULTS = Path(__file__).resolve().parent / "results" / "pointwise"
 SINE, ARC_COSINE = "sine layer, urf", "arc-cosine layer, relu"
 BIAS = 0.5
@@ -69,10 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         row(layer, p, relative_errors(layer, w, x, p, arguments.draws)) for layer, p in bar(sizes, "layers and sizes")
     ]
     settings = {key: value for key, value in vars(arguments).items() if key != "output"}
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    write_json(
-        arguments.output / "metrics.json", {"settings": settings, "rows": rows, "environment": environment(ROOT)}
-    )
+    write_figures(arguments.output, {"settings": settings, "rows": rows})
     curves = {
         layer: [(r["projections"], r["error"], r["deviation"]) for r in rows if r["layer"] == layer] for layer in LAYERS
     }

@@ -36,13 +36,11 @@ from papers.lib.reports import by_model
 from papers.lib.runs import load_folder
 from papers.lib.spectra import ROWS_PER_DIMENSION, effective_rank, learned_sites, spectra
 from snnk_cli.files import guarded
-from snnk_cli.run_folder import environment
 from snnk_cli.tables import grid
 from snnk_cli.terminal import bar, show_table
 from snnk_peft.errors import ConfigError
 from snnk_peft.feature_map import FeatureMapSpec
 
-ROOT = Path(__file__).resolve().parents[3]
 EXACT = 1e-12  # eigenvalues below this share of the largest are rounding errors
 
 
@@ -78,7 +76,6 @@ def measure(folders: Sequence[Path]) -> dict[str, Any]:
     return {
         "models": [{"model": name, "layers": layers(folder)} for name, folder in bar(list(named.items()), "models")],
         "rows_per_dimension": ROWS_PER_DIMENSION,
-        "environment": environment(ROOT),
     }
 
 
