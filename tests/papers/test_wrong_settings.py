@@ -35,7 +35,7 @@ WRONG: dict[tuple[Any, str], list[tuple[list[str], list[str]]]] = {
         (["method.snnk.projection=gausian", "data.frequency=0"], ["gausian", "data.frequency is 0.0"]),
         (["method.layers=[2]"], ["method.layers names [2]; model.hidden is 1"]),
     ],
-    (train_mlp, "mlp/higgs"): [
+    (train_mlp, "mlp/columns"): [
         (["task=rte"], ["task"]),
         (["method.snnk.component=rellu"], ["rellu"]),
         (["method.kind=sparse"], ["method.kind"]),
