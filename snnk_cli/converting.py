@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from datasets import Dataset
 
 from snnk_cli.config import Request, load_config
 from snnk_cli.conversion import RECORD, SAMPLES, Conversion, converted, of_task, restored, timed_inputs
-from snnk_cli.convert_settings import ConvertConfig
+from snnk_cli.convert_settings import ConvertConfig, ConvertData
 from snnk_cli.converting_texts import convert_texts
 from snnk_cli.data import ExampleSet
 from snnk_cli.evaluation import Alone, evaluation_splits, predict, repeat_notes
@@ -27,12 +28,12 @@ from snnk_cli.models import train_in_use
 from snnk_cli.tables import grid
 from snnk_cli.task_settings import tasks
 from snnk_cli.teacher import Distilled, load_teacher, stored_dtype
-from snnk_cli.texts import read_texts
 from snnk_cli.timing import forward_seconds, ratio
 from snnk_peft import bundle
 from snnk_peft.calibrating.answers import Answers, Comparison
 from snnk_peft.model_card import write_model_card
 from snnk_peft.tasks.texts import drawn
+from snnk_peft.tasks.texts import read_texts as texts_of
 
 FEW = 100  # examples to compare predictions on
 
@@ -257,3 +258,15 @@ def _near(teacher: Any, original: torch.Tensor, other: torch.Tensor) -> dict[str
 def _numbers(model: torch.nn.Module) -> int:
     """Count parameters and floating-point buffers: the rows of a bundle are buffers."""
     return sum(t.numel() for t in (*model.parameters(), *model.buffers()) if t.is_floating_point())
+
+
+def read_texts(data: ConvertData) -> Any:
+    """Read the texts of `data.texts` in the format of `Examples`; every label is 0.
+
+    Raises:
+        ConfigError: see `snnk_peft.tasks.texts.read_texts`.
+    """
+    names = [data.text or "text", *([data.text_pair] if data.text_pair is not None else [])]
+    found = texts_of(Path(str(data.texts)).expanduser(), names, "data.texts")
+    columns = {f"sentence{place}": found[name] for place, name in enumerate(names, start=1)}
+    return Dataset.from_dict({**columns, "label": [0] * len(columns["sentence1"])})

@@ -26,13 +26,12 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.families import family_of
 from snnk_peft.options import closest
 from snnk_peft.parts import Part
-from snnk_peft.planning.budget import share_of
 from snnk_peft.planning.candidates import Places, Template, default_templates, places
 from snnk_peft.planning.choices import Candidate, Choices, named
 from snnk_peft.planning.costs import OF, Measure
 from snnk_peft.planning.damage import joint_error, measure_damage
 from snnk_peft.planning.fits import Errors, fit_all, sense
-from snnk_peft.planning.result import POINTS, Plan
+from snnk_peft.planning.result import POINTS, Plan, share_of
 from snnk_peft.planning.sample import Sample
 from snnk_peft.planning.settle import check_reach, settle
 from snnk_peft.planning.sizes import kind_of

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from papers.lib.picture_rows import PictureRows, read_picture
 from papers.lib.sine_network import Sine, SineNetwork, derivatives, low_rank, stand_in
 from papers.programs import fit_picture
+from papers.programs.fit_picture import PictureRows, read_picture
 from PIL import Image
 from recipe_world import RECIPES
 

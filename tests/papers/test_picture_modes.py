@@ -12,8 +12,8 @@ import pytest
 from data import TASKS
 from data._images import EncodedPictures
 from image_layouts import KEPT, kept_as
-from papers.lib.column_rows import columns_of
-from papers.lib.picture_rows import read_picture
+from papers.programs.fit_picture import read_picture
+from papers.programs.train_mlp import columns_of
 from PIL import Image
 from transformers import ViTImageProcessorPil
 

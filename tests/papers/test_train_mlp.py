@@ -10,9 +10,9 @@ import pytest
 import torch
 from column_files import write_columns
 from data import TASKS, columns
-from papers.lib.column_rows import columns_of, standard
 from papers.lib.mlp import Perceptron, equal_rank
 from papers.programs import train_mlp
+from papers.programs.train_mlp import columns_of, standard
 from recipe_world import RECIPES
 
 

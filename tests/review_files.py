@@ -1,4 +1,4 @@
-"""A small archive in the layout of vaderSentiment's source distribution, with sentences made up here."""
+"""Stand-ins for review data: an archive like vaderSentiment's with sentences made up here, and folders like IMDb's."""
 
 from __future__ import annotations
 
@@ -62,3 +62,16 @@ def made_up_rows() -> bytes:
             if other != word or thing < "m":
                 lines.append(f"{sign * (1 + len(lines) % 3)}.25\tA {word} {thing}, and {other} to the last minute.")
     return "\r\n".join(f"{number}\t{line}" for number, line in enumerate(lines, start=1)).encode()
+
+
+def write_reviews(folder: Path, train: int = 20, test: int = 3) -> Path:
+    """aclImdb/ in the official layout, so many reviews of each class."""
+    for part, count in (("train", train), ("test", test)):
+        for kind in ("neg", "pos"):
+            place = folder / "aclImdb" / part / kind
+            place.mkdir(parents=True)
+            for number in range(count):
+                (place / f"{number}_7.txt").write_text(f"{kind} {part} {number}<br /><br />naïve", encoding="utf-8")
+    (folder / "aclImdb/train/unsup").mkdir()
+    (folder / "aclImdb/train/unsup/0_0.txt").write_text("without a label")
+    return folder
