@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
+from torch.nn.functional import pad
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from snnk_peft import AttentionPart, SNNKConfig, get_snnk_model
+from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 from tests.tiny_models import inputs_for, tiny, trained
 
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size": 100}
@@ -49,6 +53,33 @@ def left_padded() -> dict[str, torch.Tensor]:
     mask = torch.ones_like(ids)
     mask[1, :5] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def in_pieces(
+    kernel: KernelAttention, tensors: Sequence[Tensor], sizes: list[int], mask: Tensor | None = None
+) -> tuple[Tensor, Any]:
+    """What a layer gives for pieces of a text, each behind the state of those before it, and the last state."""
+    masks = [None] * len(sizes) if mask is None else mask.split(sizes, -1)
+    state, parts = None, []
+    for piece in zip(*(tensor.split(sizes, -2) for tensor in tensors), masks, strict=True):
+        part, state = continue_attention(kernel, *piece, state)
+        parts.append(part)
+    return torch.cat(parts, -2), state
+
+
+@torch.no_grad()
+def logits_of_pieces(
+    model: Any, inputs: dict[str, Tensor], sizes: list[int], cache: Any, slots: int | None = None
+) -> Tensor:
+    """The same of a model and its cache. Masks speak of the tokens so far, or of as many slots as the cache has."""
+    mask, parts, end = inputs["attention_mask"], [], 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0)
+    for size in sizes:
+        begin, end = end, end + size
+        known = mask[:, :end] if slots is None else pad(mask, (0, slots - mask.shape[1]), value=1)
+        piece = {"input_ids": inputs["input_ids"][:, begin:end], "position_ids": positions[:, begin:end]}
+        parts.append(model(**piece, attention_mask=known, past_key_values=cache).logits)
+    return torch.cat(parts, 1)
 
 
 def patched(model: Any, **fields: Any) -> Any:

@@ -10,8 +10,8 @@ from transformers import DynamicCache
 
 from snnk_peft import COMPONENTS, PROJECTIONS, build_feature_map, bundle
 from snnk_peft.attention import RecurrentCache
-from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
-from tests.attention_models import causal_model, left_padded, patched
+from snnk_peft.layers.kernel_attention import KernelAttention
+from tests.attention_models import causal_model, in_pieces, left_padded, patched
 from tests.gpu.agreement import TOLERANCE, agree, every_dtype, gradients_agree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")]
@@ -77,15 +77,10 @@ def test_token_by_token(component, dtype, device):
     rounded = kernel_of(component, near_field=4).to(dtype)
     truth, found = copy.deepcopy(rounded).double(), copy.deepcopy(rounded).to(device)
     given, mask = tensors(dtype)
-    state, parts = None, []
     with torch.no_grad():
-        for piece in zip(
-            *(t.to(device).split(PIECES, -2) for t in given), mask.to(device).split(PIECES, -1), strict=True
-        ):
-            part, state = continue_attention(found, *piece, state)
-            parts.append(part)
+        out, _ = in_pieces(found, [t.to(device) for t in given], PIECES, mask.to(device))
         expected = truth(*[t.double() for t in given], mask, causal=True)
-    agree(torch.cat(parts, -2), expected, dtype, times=max(1.0, float(expected.abs().max() / given[2].abs().max())))
+    agree(out, expected, dtype, times=max(1.0, float(expected.abs().max() / given[2].abs().max())))
 
 
 @every_dtype

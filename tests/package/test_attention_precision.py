@@ -21,8 +21,9 @@ from snnk_peft.functional import exponential_causal
 from snnk_peft.functional.exponential_attention import exponential_attention
 from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.layers.feature_stage import FeatureStage
-from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
+from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.projections import PROJECTIONS
+from tests.attention_models import in_pieces
 
 F64 = torch.float64
 DIM, LENGTH = 64, 40
@@ -157,11 +158,7 @@ def test_token_by_token(name, dtype):
     for square in SQUARES[::2]:
         q, k, v = tensors(square, dtype)
         expected, cancelled = definition(name, exact, q.double(), k.double(), v.double(), True)
-        state, rows = None, []
-        for piece in zip(*(t.split([9, *[1] * 7, 24], -2) for t in (q, k, v)), strict=True):
-            row, state = continue_attention(kernel, *piece, None, state)
-            rows.append(row)
-        out = torch.cat(rows, -2)
+        out, state = in_pieces(kernel, (q, k, v), [9, *[1] * 7, 24])
         error = (out.double() - expected).abs().amax(-1, keepdim=True) / expected.abs().amax(-1, keepdim=True)
         assert (error < 2 * TOLERANCE[dtype] * cancelled)[cancelled < 300].all()
         assert {tensor.dtype for tensor in state.sums[0]} == {torch.float32}
@@ -212,11 +209,8 @@ def test_both_causal_ways(projection, careful, monkeypatch):
     weights = (phi @ psi.repeat_interleave(2, 1).mT * mask[:, None, None]).tril()
     expected = (weights @ v.repeat_interleave(2, 1) / weights.sum(-1, keepdim=True)).nan_to_num(0.0)
     torch.testing.assert_close(kernel(q, k, v, mask, causal=True), expected, rtol=1e-9, atol=1e-9)
-    state, rows = None, []
-    for piece in zip(*(t.split([5, 1, 13, 11], -2) for t in (q, k, v)), mask.split([5, 1, 13, 11], -1), strict=True):
-        row, state = continue_attention(kernel, *piece, state)
-        rows.append(row)
-    torch.testing.assert_close(torch.cat(rows, -2), expected, rtol=1e-9, atol=1e-9)
+    found, _ = in_pieces(kernel, (q, k, v), [5, 1, 13, 11], mask)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     leaves = [t[:1, :, 8:17].clone().requires_grad_() for t in (q, k, v)]
     assert torch.autograd.gradcheck(lambda *t: kernel(*t, mask[:1, 8:17], causal=True), leaves, fast_mode=True)
 

@@ -25,7 +25,7 @@ from snnk_peft.functional.rounded import as_rounded, restored, rounded
 from snnk_peft.layers.kernel_attention import KernelAttention
 from snnk_peft.planning.cache_part import cache_part, within_bytes
 from snnk_peft.planning.full_heads import _needs, choose_full_heads, gated, recall
-from tests.attention_models import causal_model, left_padded, patched, widened
+from tests.attention_models import causal_model, left_padded, logits_of_pieces, patched, widened
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import build, heads
 from tests.tiny_models import tiny
@@ -138,14 +138,8 @@ def test_pieces_equal_the_whole(sizes, free, bits):
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     whole = model(**batch, position_ids=positions, use_cache=False).logits
     for cache in (RecurrentCache(model), DynamicCache(config=model.config)):
-        begin, parts = 0, []
-        for size in sizes:
-            end = begin + size
-            step = {"input_ids": batch["input_ids"][:, begin:end], "position_ids": positions[:, begin:end]}
-            parts.append(model(**step, attention_mask=mask[:, :end], past_key_values=cache).logits)
-            begin = end
-        counted = mask.bool()
-        torch.testing.assert_close(torch.cat(parts, 1)[counted], whole[counted], rtol=1e-4, atol=1e-4)
+        found, counted = logits_of_pieces(model, batch, sizes, cache), mask.bool()
+        torch.testing.assert_close(found[counted], whole[counted], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

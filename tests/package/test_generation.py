@@ -19,7 +19,7 @@ from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
 from snnk_peft.parts.attention.cache import RecurrentByDefault, RecurrentLayer
 from snnk_peft.parts.attention.interface import padding_mask
-from tests.attention_models import causal_model, left_padded, patched, sharpened, windowed
+from tests.attention_models import causal_model, in_pieces, left_padded, logits_of_pieces, patched, sharpened, windowed
 from tests.tiny_models import trained
 
 FAMILIES = ["llama", "gpt2"]
@@ -62,11 +62,8 @@ def test_pieces_equal_the_whole(near_field, sizes, component):
     mask = torch.ones(2, 9, dtype=torch.bool)
     mask[1, :4] = mask[0, 6] = False
     whole = kernel(q, k, v, mask, causal=True)
-    state, parts = None, []
-    for piece in zip(*(t.split(sizes, -2) for t in (q, k, v)), mask.split(sizes, -1), strict=True):
-        part, state = continue_attention(kernel, *piece, state)
-        parts.append(part)
-    torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-9, atol=1e-11)
+    found, _ = in_pieces(kernel, (q, k, v), sizes, mask)
+    torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -77,13 +74,10 @@ def test_padding_has_no_scale(size):
     k = 20 * torch.randn(8) + 0.1 * torch.randn(1, 1, 6, 8)
     mask = torch.tensor([[False, False, False, True, True, True]])
     whole = kernel(q, k, v, mask, causal=True)
-    state, parts = None, []
-    for piece in zip(*(t.split(size, -2) for t in (q, k, v)), mask.split(size, -1), strict=True):
-        part, state = continue_attention(kernel, *piece, state)
-        parts.append(part)
+    found, state = in_pieces(kernel, (q, k, v), [size] * (6 // size), mask)
     assert (state.sums[0].log_weight < -100).all()
     assert whole[:, :, 3:].abs().min() > 0
-    torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
     after = continue_attention(kernel, q[:, :, :1], k[:, :, :1], v[:, :, :1], mask[:, :1], state)[1]
     assert torch.equal(after.sums[0].values, state.sums[0].values)  # padding in between leaves the sums alone
 
@@ -161,23 +155,12 @@ def test_chunked_prefill(name, fields):
     """By hand, and by generate; chunks that hold nothing but padding included."""
     model = patched(causal_model(name), **fields)
     inputs = left_padded()
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    real = inputs["attention_mask"].bool()
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         whole = model(**inputs, position_ids=positions, use_cache=False).logits
-        cache, parts, end = RecurrentCache(model), [], 0
-        for size in (2, 1, 5, 4):
-            begin, end = end, end + size
-            parts.append(
-                model(
-                    input_ids=ids[:, begin:end],
-                    attention_mask=mask[:, :end],
-                    position_ids=positions[:, begin:end],
-                    past_key_values=cache,
-                ).logits
-            )
-    real = mask.bool()
-    torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], rtol=1e-4, atol=1e-4)
+    found = logits_of_pieces(model, inputs, [2, 1, 5, 4], RecurrentCache(model))
+    torch.testing.assert_close(found[real], whole[real], rtol=1e-4, atol=1e-4)
     expected = model.generate(**inputs, **GREEDY, use_cache=False)
     assert torch.equal(model.generate(**inputs, **GREEDY, prefill_chunk_size=4), expected)
 
@@ -372,21 +355,10 @@ def test_logits_of_pieces_in_a_static_cache(fields):
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
         whole = model(**inputs, position_ids=positions, use_cache=False).logits
-        for mask_length in (12, 30):  # of what is known so far, or of all slots
+        for slots in (None, 30):
             cache = StaticCache(config=model.config, max_cache_len=30)
-            parts, end = [], 0
-            for size in (6, 1, 4, 1):
-                begin, end = end, end + size
-                known = torch.nn.functional.pad(inputs["attention_mask"], (0, 18), value=1)
-                parts.append(
-                    model(
-                        input_ids=inputs["input_ids"][:, begin:end],
-                        attention_mask=known[:, : min(mask_length, end) if mask_length == 12 else 30],
-                        position_ids=positions[:, begin:end],
-                        past_key_values=cache,
-                    ).logits
-                )
-            torch.testing.assert_close(torch.cat(parts, 1)[real], whole[real], rtol=1e-4, atol=1e-4)
+            found = logits_of_pieces(model, inputs, [6, 1, 4, 1], cache, slots)
+            torch.testing.assert_close(found[real], whole[real], rtol=1e-4, atol=1e-4)
         cache = StaticCache(config=model.config, max_cache_len=30)
         first = model(input_ids=inputs["input_ids"][:1], past_key_values=cache).logits  # no mask at all
     torch.testing.assert_close(first, whole[:1], rtol=1e-4, atol=1e-4)
