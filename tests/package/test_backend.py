@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,23 +17,16 @@ from snnk_peft.components import COMPONENTS
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional.adapter_sum import AdapterForm, adapter_sum
 from snnk_peft.functional.backend import DEVICE_KERNELS, OPERATIONS, SWITCH, form_that_ran, register_kernel
-from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention, key_means, together
+from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention, key_means
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.hadamard import hadamard_matrix, hadamard_transform, walsh_hadamard
-from snnk_peft.functional.linear_attention import (
-    AttentionState,
-    causal_linear_attention,
-    common_scale,
-    divide,
-    finite,
-    grouped,
-    key_sums,
-)
-from snnk_peft.functional.log_linear import ABSENT, LogLinear, key_logarithms, query_logarithms
+from snnk_peft.functional.linear_attention import AttentionState, causal_linear_attention, key_sums
+from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.functional.near_field import Sinks, near_attention
 from snnk_peft.functional.normalized_projection import EPSILON, normalized_linear
 from snnk_peft.functional.precision import wide
 from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
+from tests import exponential_oracle, linear_oracle, near_oracle
 from tests.attention_models import built
 from tests.fresh_process import run_python
 
@@ -57,66 +51,34 @@ def dense_adapter(x, residual, weight, low, bias, centres, matrix, form):
     return (x if residual is None else residual) + form.factor * features @ matrix.T
 
 
+def dense_causal(q, k, v, mask=None, *, chunk=None, state=None, log_scale=None):
+    given = {"q": wide(q), "k": wide(k), "v": wide(v)}
+    if log_scale is not None:
+        given["scales"] = log_scale.squeeze(-1)
+    if state is not None:
+        given |= {"S": state.values, "z": state.normaliser}
+    out, *sums = linear_oracle.dense(given, None if state is None else state.log_scale, mask)
+    return out.to(v.dtype), AttentionState(*sums)
+
+
 def dense_sums(k, v, mask=None, *, log_scale=None, state=None, overwrite=False):
-    features, top = common_scale(k, log_scale, mask)
-    if state is None:
-        return AttentionState(features.mT @ wide(v), features.sum(-2), top)
-    both = torch.maximum(state.log_scale, top)
-    old, new = ((scale - finite(both)).exp() for scale in (state.log_scale, top))
-    sums = state.values * old.unsqueeze(-1) + features.mT @ wide(v) * new.unsqueeze(-1)
-    return AttentionState(sums, state.normaliser * old + features.sum(-2) * new, both)
+    return dense_causal(k, k, v, mask, state=state, log_scale=log_scale)[1]
+
+
+def dense_exponential(q, k, v, queries, keys, mask=None, state=None, causal=False):
+    maps = [queries.rows, queries.offset + keys.offset, keys.rows]
+    out, _, *means = exponential_oracle.dense(wide(q), wide(k), wide(v), maps, keys.square, mask, state, causal)
+    return out.to(v.dtype), KeyMeans(*means)
 
 
 def dense_means(k, v, features, mask=None, state=None, memory=None):
-    logs = key_logarithms(wide(k), features.rows, features.square, mask)
-    return together(state, KeyMeans(logs.softmax(-2).mT @ wide(v), logs.logsumexp(-2)))
-
-
-def dense_causal(q, k, v, mask=None, *, chunk=None, state=None, log_scale=None):
-    behind = dense_sums(k, v, mask, log_scale=log_scale, state=state)
-    features, top = common_scale(k, log_scale, mask)
-    features = features * (top - finite(behind.log_scale)).exp().unsqueeze(-1)
-    phi = grouped(wide(q), k.shape[1])
-    weights = (phi @ features.unsqueeze(2).mT).tril()
-    numerator, denominator = weights @ wide(v).unsqueeze(2), weights.sum(-1, keepdim=True)
-    if state is not None:
-        old = (state.log_scale - finite(behind.log_scale)).exp().unsqueeze(-1)
-        numerator = numerator + phi @ (state.values * old).unsqueeze(2)
-        denominator = denominator + phi @ (state.normaliser.unsqueeze(-1) * old).unsqueeze(2)
-    return divide(numerator, denominator).flatten(1, 2).to(v.dtype), behind
-
-
-def dense_causal_exponential(q, k, v, queries, keys, mask=None, state=None):
-    a = query_logarithms(wide(q), queries.rows, k.shape[1]) + queries.offset + keys.offset
-    b = key_logarithms(wide(k), keys.rows, keys.square, mask)
-    logs = (a.unsqueeze(-2) + b[:, :, None, None]).logsumexp(-1) + torch.full((b.shape[2],) * 2, 2 * ABSENT).triu(1)
-    values = wide(v).unsqueeze(2)
-    if state is not None:
-        logs = torch.cat((a + state.log_weight[:, :, None, None], logs), -1)
-        values = torch.cat((state.values.unsqueeze(2), values), -2)
-    out = (logs.softmax(-1) @ values).masked_fill(logs.amax(-1, keepdim=True) < ABSENT / 2, 0.0)
-    return out.flatten(1, 2).to(v.dtype), dense_means(k, v, keys, mask, state)
-
-
-def dense_exponential(q, k, v, queries, keys, mask=None, state=None):
-    means = dense_means(k, v, keys, mask, state)
-    a = query_logarithms(wide(q), queries.rows, k.shape[1]) + queries.offset + keys.offset
-    logs = a + means.log_weight[:, :, None, None]
-    out = (logs.softmax(-1) @ means.values.unsqueeze(2)).masked_fill(logs.amax(-1, keepdim=True) < ABSENT / 2, 0.0)
-    return out.flatten(1, 2).to(v.dtype), means
+    return dense_exponential(k, k, v, features, features, mask, state)[1]
 
 
 def dense_near(q, k, v, width, mask=None, *, causal=False, scaling=1.0, sinks=None, far=()):
-    distance = torch.arange(q.shape[-2])[:, None] - torch.arange(k.shape[-2]) + k.shape[-2] - q.shape[-2]
-    seen = (distance.abs() < width) & ((distance >= 0) | (not causal)) & mask[:, None, None, None]
-    keys, values = torch.cat((k, sinks.keys), 2).unsqueeze(2), torch.cat((v, sinks.values), 2).unsqueeze(2)
-    known = torch.arange(2) < sinks.known[:, :, None]
-    seen = torch.cat((seen, known[:, None, None]), -1)
-    logs = (grouped(q, k.shape[1]) @ keys.mT * scaling).masked_fill(~seen, ABSENT)
-    ((means, weight),) = far
-    logs = torch.cat((logs, grouped(weight.unsqueeze(-1), k.shape[1])), -1)
-    shares = logs.softmax(-1)
-    return (shares[..., :-1] @ values + shares[..., -1:] * grouped(means, k.shape[1])).flatten(1, 2).to(v.dtype)
+    kept, known = ([], None) if sinks is None else ([sinks.keys, sinks.values], sinks.known)
+    far = [each for pair in far for each in pair]
+    return near_oracle.dense(q, k, v, kept, far, known, mask, width, causal, scaling).to(v.dtype)
 
 
 def without_signs(q, k, v, queries, keys, mask=None, state=None) -> bool:
@@ -125,7 +87,7 @@ def without_signs(q, k, v, queries, keys, mask=None, state=None) -> bool:
 
 DENSE: dict[Any, tuple[Callable[..., Any], Callable[..., bool] | None]] = {
     adapter_sum: (dense_adapter, None),
-    causal_exponential_attention: (dense_causal_exponential, without_signs),
+    causal_exponential_attention: (partial(dense_exponential, causal=True), without_signs),
     causal_linear_attention: (dense_causal, None),
     exponential_attention: (dense_exponential, without_signs),
     hadamard_transform: (dense_hadamard, None),

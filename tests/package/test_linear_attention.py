@@ -12,6 +12,7 @@ from snnk_peft.functional.linear_attention import causal_linear_attention, commo
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
+from tests import near_oracle
 from tests.linear_oracle import quadratic_attention
 from tests.tensor_sizes import LargestTensor
 
@@ -184,16 +185,6 @@ def test_compiles_in_one_graph(causal):
 # --- near field -----------------------------------------------------------------------------------------------------
 
 
-def dense_band(q, k, v, width, mask=None, causal=False):
-    groups = k.shape[1]
-    k, v = (t.repeat_interleave(q.shape[1] // groups, 1) for t in (k, v))
-    i, j = torch.arange(q.shape[-2])[:, None], torch.arange(k.shape[-2])[None, :]
-    seen = ((i - j).abs() < width) & ((j <= i) if causal else True)
-    seen = seen if mask is None else seen & mask[:, None, None, :]
-    scores = (0.4 * q @ k.mT).masked_fill(~seen, float("-inf"))
-    return scores.softmax(-1).nan_to_num(0.0) @ v
-
-
 @pytest.mark.parametrize("width", [1, 2, 5, 37, 100])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("masked", [False, True])
@@ -202,7 +193,7 @@ def test_band_is_masked_softmax(width, causal, masked):
     q, k, v = heads()
     mask = lengths_mask() if masked else None
     out = banded_softmax_attention(q, k, v, width, mask, causal=causal, scaling=0.4)
-    torch.testing.assert_close(out, dense_band(q, k, v, width, mask, causal), **CLOSE)
+    torch.testing.assert_close(out, near_oracle.dense(q, k, v, [], [], None, mask, width, causal, 0.4), **CLOSE)
     if width == 1 and not masked:
         torch.testing.assert_close(out, v.repeat_interleave(2, 1), **CLOSE)
     if masked:
