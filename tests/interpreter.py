@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -13,7 +13,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from snnk_peft import AttentionPart
-from snnk_peft.functional.backend import DEVICE_KERNELS, form_that_ran
+from snnk_peft.functional.backend import DEVICE_KERNELS, SWITCH, form_that_ran
 from tests.attention_models import built
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -21,8 +21,18 @@ in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="in a process of its
 
 
 @contextmanager
-def kernels_on_the_cpu(*modules: Any) -> Iterator[None]:
-    """Kernels of these modules take tensors of the CPU, and memory that nobody has written to is NaN."""
+def kernels_on_the_cpu(*modules: Any, launches: Iterable[Any] = ()) -> Iterator[None]:
+    """Kernels of these modules take tensors of the CPU, and memory that nobody has written to is NaN.
+
+    Nothing happens in a process that does not interpret kernels.
+
+    Args:
+        modules: with `register`.
+        launches: modules with `part_tokens` and `launch`, which then give several blocks and parts of few tokens.
+    """
+    if not INTERPRETED:
+        yield
+        return
     original, known = InterpretedFunction.__call__, set()
 
     def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -37,12 +47,32 @@ def kernels_on_the_cpu(*modules: Any) -> Iterator[None]:
         module.register("cpu")
     torch.use_deterministic_algorithms(True)  # fills new memory
     try:
-        with mock.patch.object(InterpretedFunction, "__call__", inner):
+        with mock.patch.object(InterpretedFunction, "__call__", inner), pytest.MonkeyPatch.context() as patch:
+            for module in launches:
+                patch.setattr(module, "part_tokens", lambda *_: 32)
+                patch.setattr(module, "launch", lambda *_: (16, {"num_warps": 4, "num_stages": 1}))
             yield
     finally:
         torch.use_deterministic_algorithms(False)
         DEVICE_KERNELS.clear()
         DEVICE_KERNELS.update(before)
+
+
+def check_gradients_of_gradients(
+    run: Callable[[], tuple[torch.Tensor, list[torch.Tensor]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those by the kernels are those of the torch form; `run` gives a number and what it is a function of."""
+
+    def second() -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        number, own = run()
+        first = torch.autograd.grad(number, own, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), own)
+
+    found = second()
+    monkeypatch.setenv(SWITCH, "off")
+    for mine, theirs in zip(found, second(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
 
 
 def check_compiled_and_exported(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from lib.kernel_launches import watched
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from snnk_cli.timing import operations
 from snnk_peft.feature_map import build_feature_map
 from snnk_peft.functional.backend import SWITCH
 from snnk_peft.functional.device_kernels import cuda_exponential
@@ -147,19 +147,6 @@ def test_compiled_in_one_graph(launched):
     assert [launch.name for launch in launched] == ["token_pass"] * 2
 
 
-class Operations(TorchDispatchMode):
-    """Counts what runs, but for views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not function.is_view:
-            self.found[str(function)] += 1
-        return function(*args, **(kwargs or {}))
-
-
 @in_interpreter
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_step_of_a_layer_is_one_operation(masked, launched):
@@ -168,18 +155,16 @@ def test_a_step_of_a_layer_is_one_operation(masked, launched):
     module.is_causal, module.snnk_kernel = True, KernelAttention([build_feature_map("posrf", "orf", 8, 16)], 4)
     layer, mask = RecurrentLayer(), torch.ones(2, 9, dtype=torch.bool)
 
-    def step(tokens: int) -> None:
+    def step(tokens: int) -> Counter[str]:
         q, k, v = (torch.randn(2, tokens, heads, 8).transpose(1, 2) for heads in (4, 2, 2))
         counts = mask[:, : layer.get_seq_length() + tokens] if masked else None
-        with operations:
-            kernel_attention_forward(module, q, *layer.update(k, v), counts)
+        return operations(lambda: kernel_attention_forward(module, q, *layer.update(k, v), counts))
 
     with torch.no_grad():
         for tokens in (3, 1, 1):
-            operations = Operations()
             launched.clear()
-            step(tokens)
-    assert operations.found == {"snnk_peft.exponential_few_tokens.default": 1}
+            found = step(tokens)
+    assert found == {"snnk_peft::exponential_few_tokens": 1}
     assert [launch.name for launch in launched] == ["token_pass"]
 
 
@@ -190,7 +175,7 @@ def test_generated_tokens_are_those_of_the_torch_form(fields, launched, monkeypa
     model, inputs = patched(causal_model("llama"), num_features=16, **fields), left_padded()
     made = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     found = model.generate(**inputs, **made)
-    names = collections.Counter(launch.name for launch in launched)
+    names = Counter(launch.name for launch in launched)
     layers, steps = model.config.num_hidden_layers, len(found.logits) - 1
     assert names == {"token_pass": layers * steps, "key_pass": layers, "combine": layers, "causal_forward": layers}
     monkeypatch.setenv(SWITCH, "off")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from snnk_peft import AttentionPart
-from snnk_peft.functional.backend import SWITCH, form_that_ran
+from snnk_peft.functional.backend import form_that_ran
 from snnk_peft.functional.device_kernels import cuda_exponential
 from snnk_peft.functional.device_kernels.triton_exponential import launches, operators
 from snnk_peft.functional.exponential_attention import KeyMeans, exponential_attention
@@ -16,7 +16,13 @@ from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import ABSENT, LogLinear
 from tests.compile_kernels import all_usages
 from tests.exponential_oracle import CASES, check, compare, given
-from tests.interpreter import INTERPRETED, check_model_compiled_and_exported, in_interpreter, kernels_on_the_cpu
+from tests.interpreter import (
+    INTERPRETED,
+    check_gradients_of_gradients,
+    check_model_compiled_and_exported,
+    in_interpreter,
+    kernels_on_the_cpu,
+)
 
 OPERATION = {False: exponential_attention, True: causal_exponential_attention}
 
@@ -43,14 +49,8 @@ def test_compiled_kernels_fit(capability, dtype):
 
 
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch):
-    """Kernels for the CPU, with several blocks and parts in few tokens."""
-    if not INTERPRETED:
-        yield
-        return
-    monkeypatch.setattr(launches, "part_tokens", lambda *_: 32)
-    monkeypatch.setattr(launches, "launch", lambda *_: (16, {"num_warps": 4, "num_stages": 1}))
-    with kernels_on_the_cpu(cuda_exponential):
+def _on_the_cpu():
+    with kernels_on_the_cpu(cuda_exponential, launches=[launches]):
         yield
 
 
@@ -102,16 +102,11 @@ def test_without_a_key_there_is_nothing(state, causal):
 @in_interpreter
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
 def test_gradients_of_gradients_are_those_of_the_torch_form(causal, monkeypatch):
-    def second() -> list[torch.Tensor]:
-        torch.manual_seed(0)
+    def run() -> tuple[torch.Tensor, list[torch.Tensor]]:
         args, own = small(masked=True)
-        first = torch.autograd.grad(OPERATION[causal](*args)[0].square().sum(), own, create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), own)
+        return OPERATION[causal](*args)[0].square().sum(), own
 
-    found = second()
-    monkeypatch.setenv(SWITCH, "off")
-    for mine, theirs in zip(found, second(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+    check_gradients_of_gradients(run, monkeypatch)
 
 
 @in_interpreter
