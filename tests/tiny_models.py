@@ -36,14 +36,45 @@ def tiny(family: str, model_class: str | None = None, **changes: Any) -> Any:
     return getattr(transformers, model_class or classifier)(config).eval()
 
 
-def inputs_for(model: Any, batch: int = 3, tokens: int = 7) -> dict[str, torch.Tensor]:
+def inputs_for(model: Any, batch: int = 3, tokens: int = 7, seed: int = 1) -> dict[str, torch.Tensor]:
     """Random inputs, the same every time; the last example of a text batch is padded."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     if model.main_input_name == "pixel_values":
         return {"pixel_values": torch.randn(batch, 3, 8, 8, generator=generator)}
     mask = torch.ones(batch, tokens, dtype=torch.long)
     mask[-1, tokens // 2 :] = 0
-    return {"input_ids": torch.randint(3, 100, (batch, tokens), generator=generator), "attention_mask": mask}
+    words = min(100, model.config.vocab_size)
+    return {"input_ids": torch.randint(3, words, (batch, tokens), generator=generator), "attention_mask": mask}
+
+
+def half_padded(
+    count: int = 10, size: int = 8, length: int = 12, words: tuple[int, int] = (1, 200), seed: int = 1
+) -> list[dict[str, torch.Tensor]]:
+    """Batches of texts, every second of which ends after half of its length."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        mask = torch.ones(size, length, dtype=torch.long)
+        mask[::2, length // 2 :] = 0
+        made.append({"input_ids": torch.randint(*words, (size, length), generator=generator), "attention_mask": mask})
+    return made
+
+
+def odd_or_even(count: int = 6) -> list[dict[str, torch.Tensor]]:
+    """Batches of texts without padding, labelled by their first token."""
+    texts = torch.randint(3, 100, (count, 4, 9), generator=torch.Generator().manual_seed(3))
+    return [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids[:, 0] % 2} for ids in texts]
+
+
+@torch.no_grad()
+def logits(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What a model gives first, in eval mode."""
+    return model.eval()(**inputs)[0]
+
+
+def far_from_linear(**changes: Any) -> Any:
+    """A BERT with weights so large that its FFN blocks are far from linear, and what is left out of it shows."""
+    return tiny("bert", **{"vocab_size": 200, "initializer_range": 0.2, **changes})
 
 
 def trained(model: Any, std: float = 0.3) -> Any:

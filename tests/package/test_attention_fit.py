@@ -40,6 +40,7 @@ from snnk_peft.solvers.joint_centroids import (
 )
 from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import build, main_head
+from tests.tiny_models import logits
 
 PART = {"component": "mixture", "projection": "centroids"}
 
@@ -227,30 +228,25 @@ def test_nothing_stands_beside_what_is_fitted_to_all_of_softmax(beside):
 # --- models ---------------------------------------------------------------------------------------------------------
 
 
-def outputs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**batch)[0]
-
-
 @pytest.mark.parametrize("refit", [True, False])
 @pytest.mark.parametrize("name", ["bert", "distilbert", "opt"])
 def test_calibrated_attention_is_nearer_to_softmax(name, refit, tmp_path: Path):
     original = vivid(name)
     batches = sentences(original)
-    wanted = outputs(original, batches[0])
+    wanted = logits(original, batches[0])
     model = get_snnk_model(original, SNNKConfig(attention=AttentionPart(**PART, num_features=12, refit_output=refit)))
-    before = outputs(model, batches[0])
+    before = logits(model, batches[0])
     report = calibrate(model, batches[2:], progress=False)
-    after = outputs(model, batches[0])
+    after = logits(model, batches[0])
     errors = [float((each - wanted).square().mean()) for each in (before, after)]
     assert errors[1] < 0.7 * errors[0]
     assert all(slot.error_after < slot.error_before for slot in report.slots)
     assert [slot.num_features for slot in report.slots] == [12] * len(report.slots)
     assert all((slot.ridge is not None) == refit for slot in report.slots)
     with model.disable_adapter():
-        torch.testing.assert_close(outputs(model, batches[0]), wanted)
+        torch.testing.assert_close(logits(model, batches[0]), wanted)
     small = bundle(model)
-    torch.testing.assert_close(outputs(small, batches[0]), after, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(small, batches[0]), after, rtol=1e-4, atol=1e-5)
     check_elsewhere(save_known(small, batches[0], tmp_path, after), package=True)
 
 
@@ -272,10 +268,10 @@ def test_the_whole_of_a_model_with_its_ffn_blocks(tmp_path: Path):
     model = get_snnk_model(original, config)
     report = calibrate(model, batches[2:], progress=False)
     assert len(report.slots) == 2 * original.config.num_hidden_layers
-    after = outputs(model, batches[0])
+    after = logits(model, batches[0])
     model.save_pretrained(tmp_path)
     again = PeftModel.from_pretrained(vivid(), tmp_path)
-    torch.testing.assert_close(outputs(again, batches[0]), after)
+    torch.testing.assert_close(logits(again, batches[0]), after)
 
 
 def test_padding_and_batching_do_not_change_what_is_fitted():
@@ -308,11 +304,11 @@ def test_faults():
 def test_grouped_heads_and_rotary_positions(heads, groups):
     original = vivid("llama", num_attention_heads=heads, num_key_value_heads=groups)
     batches = sentences(original)
-    wanted = outputs(original, batches[0])
+    wanted = logits(original, batches[0])
     model = get_snnk_model(original, SNNKConfig(attention=AttentionPart(**PART, num_features=12, refit_output=False)))
-    before = outputs(model, batches[0])
+    before = logits(model, batches[0])
     calibrate(model, batches[2:], progress=False)
-    errors = [float((each - wanted).square().mean()) for each in (before, outputs(model, batches[0]))]
+    errors = [float((each - wanted).square().mean()) for each in (before, logits(model, batches[0]))]
     assert errors[1] < 0.7 * errors[0]
 
 
@@ -532,10 +528,10 @@ def test_the_model_comes_closer_to_what_it_was(name):
 def test_what_is_fitted_is_saved(tmp_path: Path):
     model, _ = converted("llama")
     given = long_sentences()[0]
-    logits = model(**given).logits
+    before = logits(model, given)
     model.save_pretrained(tmp_path / "adapter")
     found = PeftModel.from_pretrained(vivid_with_groups("llama"), tmp_path / "adapter").eval()
-    torch.testing.assert_close(found(**given).logits, logits)
+    torch.testing.assert_close(logits(found, given), before)
     small = bundle(model).eval()
     small.save_pretrained(tmp_path / "bundle")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "bundle").eval()

@@ -34,7 +34,7 @@ from snnk_peft.solvers.reduce import ErrorMeter, TokenSample
 from snnk_peft.solvers.ridge import DEFAULT_RIDGES, GramAccumulator, fit_ridge
 from tests.elsewhere import check_elsewhere, save_known
 from tests.fresh_process import ROOT, run_python
-from tests.tiny_models import tiny
+from tests.tiny_models import half_padded, tiny
 
 
 def hidden_units(count: int, units: int, seed: int = 0, rank: int = 5) -> torch.Tensor:
@@ -64,18 +64,6 @@ def tiny_bert(**options: object) -> BertForSequenceClassification:
         **options,
     )
     return BertForSequenceClassification(config).eval()
-
-
-def batches(
-    count: int = 10, size: int = 8, length: int = 12, words: tuple[int, int] = (1, 200)
-) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for _ in range(count):
-        mask = torch.ones(size, length, dtype=torch.long)
-        mask[::2, length // 2 :] = 0
-        made.append({"input_ids": torch.randint(*words, (size, length), generator=generator), "attention_mask": mask})
-    return made
 
 
 def measured(model: Any, path: str, data: list[dict[str, torch.Tensor]]) -> ErrorMeter:
@@ -155,7 +143,7 @@ PARTS = {
 def test_reported_errors_are_those_of_the_model(name):
     """The error after, recomputed from the calibrated modules themselves on the held-out batches."""
     model = get_snnk_model(tiny_bert(), SNNKConfig(**PARTS[name]))
-    data = batches()
+    data = half_padded()
     report = calibrate(model, data, refit=False, metric="local", progress=False)
     assert len(report.slots) == (1 if name == "pooler" else 3)
     for slot in report.slots:
@@ -170,7 +158,7 @@ def test_reported_errors_are_those_of_the_model(name):
 def test_later_slots_are_fitted_on_the_converted_stack():
     """Targets come from the original module on the converted inputs: refitting the last slot changes nothing."""
     model = get_snnk_model(tiny_bert(), SNNKConfig(ffn=FFNPart(num_features=8)))
-    data = batches()
+    data = half_padded()
     report = calibrate(model, data, refit=False, progress=False)
     again = calibrate(model, data, refit=False, progress=False)
     for first, second in zip(report.slots, again.slots, strict=True):
@@ -180,7 +168,7 @@ def test_later_slots_are_fitted_on_the_converted_stack():
 @pytest.mark.parametrize("part", [FFNPart(num_features=8), FFNPart(num_features=8, component="relu", projection="orf")])
 def test_refit_uses_the_held_out_tokens_too(part):
     """With the ridge given, refitting equals fitting to all batches; the report keeps the held-out error."""
-    data = batches()
+    data = half_padded()
     weights, errors = [], []
     for refit in (True, False):
         model = get_snnk_model(tiny_bert(), SNNKConfig(ffn=part))
@@ -197,7 +185,7 @@ def test_model_state_and_global_randomness_are_left_alone():
     model.train()
     base = {name: value.clone() for name, value in model.state_dict().items() if ".snnk_slots." not in name}
     state = torch.get_rng_state()
-    calibrate(model, batches(), progress=False)
+    calibrate(model, half_padded(), progress=False)
     assert torch.equal(state, torch.get_rng_state())
     assert all(module.training for module in model.modules())
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in base.items())
@@ -205,7 +193,7 @@ def test_model_state_and_global_randomness_are_left_alone():
 
 
 def test_labels_are_ignored():
-    data = batches()
+    data = half_padded()
     reports = []
     for extra in ({}, {"labels": torch.full((8,), 10**6)}):
         model = get_snnk_model(tiny_bert(), SNNKConfig(ffn=FFNPart(num_features=8, layers=[2])))
@@ -232,14 +220,14 @@ def test_accepts_a_function_and_vision_models():
     ("change", "message"),
     [
         ({"batches": iter([])}, "read only once"),
-        ({"batches": batches(count=1)}, "at least one to fit"),
+        ({"batches": half_padded(count=1)}, "at least one to fit"),
         ({"landmarks": "gready"}, "expected one of greedy, importance"),
         ({"held_out": 1.5}, "held_out is 1.5; expected a number > 0 and < 1"),
     ],
 )
 def test_bad_arguments(change, message):
     model = get_snnk_model(tiny_bert(), SNNKConfig(ffn=FFNPart(num_features=8)))
-    arguments = {"batches": batches(), **change}
+    arguments = {"batches": half_padded(), **change}
     with pytest.raises(ConfigError, match=message):
         calibrate(model, arguments.pop("batches"), progress=False, **arguments)
 
@@ -247,25 +235,21 @@ def test_bad_arguments(change, message):
 @pytest.mark.parametrize("count", [3, 4, 7])
 def test_a_few_batches_suffice(count):
     model = get_snnk_model(tiny_bert(), SNNKConfig(ffn=FFNPart(num_features=8, layers=[0])))
-    slot = calibrate(model, batches(count=count), progress=False).slots[0]
+    slot = calibrate(model, half_padded(count=count), progress=False).slots[0]
     assert slot.held_out_tokens > 0
     assert slot.tokens > slot.held_out_tokens
 
 
 def test_nothing_to_calibrate():
     with pytest.raises(ConfigError, match="no active part that can be calibrated"):
-        calibrate(tiny_bert(), batches(), progress=False)
+        calibrate(tiny_bert(), half_padded(), progress=False)
 
 
 # === one pass, memory, steps ==========================================================================================
 
 
-def bert(**changes: object) -> torch.nn.Module:
-    """With weights large enough that its FFN blocks are far from linear."""
-    return tiny("bert", initializer_range=0.2, **changes)
-
-
-long_batches = partial(batches, 30, words=(3, 100))
+bert = partial(tiny, "bert", initializer_range=0.2)  # weights so large that its FFN blocks are far from linear
+long_batches = partial(half_padded, 30, words=(3, 100))
 
 
 def converted(part: FFNPart | PoolerPart, steps: int = 0, seed: int = 0, data: list | None = None, **changes: object):

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import BertConfig, BertForSequenceClassification
 
 from snnk_peft import (
     AttentionPart,
@@ -35,6 +34,7 @@ from snnk_peft.solvers.reduce import ErrorMeter
 from snnk_peft.solvers.ridge import GramAccumulator
 from tests.package.test_attention_fit import PART, sentences, vivid
 from tests.package.test_calibration_untouched import patched, texts
+from tests.tiny_models import far_from_linear
 
 
 def weights_of(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -151,13 +151,6 @@ def test_too_few_tokens_are_told_with_the_number_needed(part: Any, needed: int) 
 PARTS = [FFNPart(num_features=8), FFNPart(num_features=24), PoolerPart(num_features=4)]
 
 
-def bert(**changes) -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BertConfig(**{"vocab_size": 200, **sizes, "initializer_range": 0.2, **changes})
-    return BertForSequenceClassification(config).eval()
-
-
 def unpadded(count: int, size: int = 1) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [{"input_ids": torch.randint(1, 200, (size, 9), generator=generator)} for _ in range(count)]
@@ -178,7 +171,7 @@ def split(batches: list[dict[str, torch.Tensor]]) -> tuple[torch.Tensor, torch.T
 def test_a_regression_in_batches_of_one_errs_as_one_in_larger_batches(problem):
     """By numpy on outputs of the model with that layer converted, over all held-out rows together; what a plan predicts
     to second order is within a factor of two of it."""
-    model, batches = bert(**problem), unpadded(20)
+    model, batches = far_from_linear(**problem), unpadded(20)
     found = plan(model, batches, 0.9, of="macs", parts=PARTS, progress=False)
     part = FFNPart(num_features=24, layers=[1])
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[part], modules_to_save=[]))
@@ -196,7 +189,7 @@ def test_a_regression_in_batches_of_one_errs_as_one_in_larger_batches(problem):
 @pytest.mark.parametrize("case", ["one row", "one text", "constant output"])
 def test_rows_that_are_all_alike_have_errors_that_can_be_compared(case, labels):
     """Relative to the square of the output: 1 is as wrong as zero."""
-    model = bert(num_labels=labels)
+    model = far_from_linear(num_labels=labels)
     batches = unpadded(3) if case == "one row" else [unpadded(1)[0]] * 6
     if case == "constant output":
         batches = unpadded(6)
@@ -217,7 +210,7 @@ def test_rows_that_are_all_alike_have_errors_that_can_be_compared(case, labels):
 def test_calibrate_tells_errors_of_one_held_out_row(part):
     """One row of one token, whose target has no variance."""
     batches = [{"input_ids": torch.tensor([[token]])} for token in (5, 9, 40)]
-    model = get_snnk_model(bert(), SNNKConfig(parts=[part], modules_to_save=[]))
+    model = get_snnk_model(far_from_linear(), SNNKConfig(parts=[part], modules_to_save=[]))
     with pytest.warns():  # too few tokens
         report = calibrate(model, batches, progress=False)
     assert all(0 <= each < 100 for slot in report.slots for each in (slot.error_before, slot.error_after))
@@ -226,11 +219,11 @@ def test_calibrate_tells_errors_of_one_held_out_row(part):
 @pytest.mark.parametrize("labels", [1, 3])
 def test_outputs_that_are_no_number_are_no_small_error(labels):
     """The larger of zero and NaN would be zero, which is the error of the best candidate."""
-    comparison, logits = Comparison(Answers(bert(num_labels=labels))), torch.randn(4, labels)
+    comparison, logits = Comparison(Answers(far_from_linear(num_labels=labels))), torch.randn(4, labels)
     comparison.update({"logits": logits}, {"logits": torch.where(logits > 0, torch.nan, logits)}, {})
     assert math.isnan(comparison.distance())
     with pytest.raises(ConfigError, match="no token that counts"):
-        Comparison(Answers(bert())).distance()
+        Comparison(Answers(far_from_linear())).distance()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-150, 1e4])

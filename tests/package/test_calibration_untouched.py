@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification
 
 import snnk_peft
 from snnk_peft import (
@@ -40,9 +39,9 @@ from snnk_peft.calibrating.stored_inputs import StoredInputs
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.families import FAMILIES
 from snnk_peft.layers.slots import Fitter
-from tests.package.test_calibrate import batches, tiny_bert
+from tests.package.test_calibrate import tiny_bert
 from tests.tiny_families import build, main_head
-from tests.tiny_models import tiny
+from tests.tiny_models import half_padded, logits, tiny
 from tests.two_linears_part import LeastSquares, TwoLinearsPart
 
 VOCABULARY = 60
@@ -60,10 +59,8 @@ KINDS: dict[str, list[Any]] = {
 
 
 def patched(parts: list[Any], **config: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    bert = BertForSequenceClassification(BertConfig(vocab_size=VOCABULARY, **sizes, **config))
-    return get_snnk_model(bert, SNNKConfig(parts=parts))
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24, "vocab_size": VOCABULARY}
+    return get_snnk_model(tiny("bert", **sizes, **config), SNNKConfig(parts=parts))
 
 
 def texts(count: int = 5, length: int = 9) -> list[dict[str, torch.Tensor]]:
@@ -519,30 +516,25 @@ def lowered() -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16)
 
 
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    return model(**batches()[0]).logits
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_fitted_counts_at_once(name):
     model = patched_case(name)
     with lowered():
-        before = logits(model)  # autocast has its copies now
-        calibrate(model, batches(), progress=False)
-        within = logits(model)
+        before = logits(model, half_padded()[0])  # autocast has its copies now
+        calibrate(model, half_padded(), progress=False)
+        within = logits(model, half_padded()[0])
     assert not torch.equal(within, before)
     with lowered():
-        assert torch.equal(logits(model), within)
+        assert torch.equal(logits(model, half_padded()[0]), within)
 
 
 @pytest.mark.parametrize("name", STEPPED)
 def test_steps_descend(name):
     """As far as without autocast, in the first layer: what later ones reach depends on where it ended."""
-    expected, *_ = calibrate(patched_case(name), batches(), steps=60, progress=False).slots
-    closed, *_ = calibrate(patched_case(name), batches(), progress=False).slots
+    expected, *_ = calibrate(patched_case(name), half_padded(), steps=60, progress=False).slots
+    closed, *_ = calibrate(patched_case(name), half_padded(), progress=False).slots
     with lowered():
-        found, *_ = calibrate(patched_case(name), batches(), steps=60, progress=False).slots
+        found, *_ = calibrate(patched_case(name), half_padded(), steps=60, progress=False).slots
     gained = closed.error_after - expected.error_after
     assert found.error_after < expected.error_after + max(0.5 * gained, 0.05 * closed.error_after)
 
@@ -559,18 +551,18 @@ def test_an_interrupted_fit_leaves_no_copies():
             raise RuntimeError("power cut")
 
     with lowered():
-        before = logits(model)
+        before = logits(model, half_padded()[0])
         hook = layers[1].register_forward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="power cut"):
-            calibrate(model, batches(), progress=False)
+            calibrate(model, half_padded(), progress=False)
         hook.remove()
-        assert torch.equal(logits(model), before)
+        assert torch.equal(logits(model, half_padded()[0]), before)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_bundle_is_compared_in_full_precision(name):
     model = patched_case(name)
     with lowered():
-        calibrate(model, batches(), progress=False)
+        calibrate(model, half_padded(), progress=False)
         small = bundle(model).eval()
-    torch.testing.assert_close(logits(small), logits(model), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits(small, half_padded()[0]), logits(model, half_padded()[0]), rtol=1e-4, atol=1e-5)

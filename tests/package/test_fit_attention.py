@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from snnk_peft import AttentionPart, SNNKConfig, get_snnk_model
 from snnk_peft.calibrating.attention import LOSSES, fit_attention
 from snnk_peft.errors import ConfigError, NumericalError
 from snnk_peft.parts.attention.recording import Observer
 from snnk_peft.parts.attention.slots import Attend
+from tests.attention_models import causal_model
 from tests.tiny_models import tiny
 
 LEARNED = AttentionPart(
@@ -112,12 +112,7 @@ def test_losses_are_what_they_say(loss):
 
 
 def test_causal_attention_with_grouped_heads():
-    config = transformers.LlamaConfig(
-        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=40,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = patched(model=sharp(transformers.LlamaForCausalLM(config).eval()))
+    model = patched(model=sharp(causal_model("llama", wide=False)))
     report = fit_attention(model, batches(), steps=25, progress=False)
     assert all(slot.error_after < slot.error_before for slot in report.slots)
 

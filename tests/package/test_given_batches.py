@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 
 from snnk_peft import (
     AdapterPart,
@@ -32,16 +32,10 @@ from snnk_peft import (
 )
 from snnk_peft.errors import ConfigError, NumericalWarning
 from snnk_peft.repeats import label_note, repeat_note, rows
+from tests.tiny_models import odd_or_even as tensors
 from tests.tiny_models import tiny
 
 QUIET = {"progress": False}
-
-
-def tensors(count: int = 6, rows: int = 4, tokens: int = 9) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 100, (count, rows, tokens), generator=generator)
-    ones = torch.ones(rows, tokens, dtype=torch.long)
-    return [{"input_ids": each, "attention_mask": ones, "labels": each[:, 0] % 2} for each in ids]
 
 
 def rows_of(batches) -> datasets.Dataset:
@@ -227,10 +221,7 @@ def test_pictures_are_made_as_precise_as_the_model():
 
 @pytest.fixture
 def model():
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
-    return get_snnk_model(
-        BertForSequenceClassification(BertConfig(vocab_size=50, **sizes)), SNNKConfig(ffn=FFNPart(num_features=4))
-    )
+    return get_snnk_model(tiny("bert"), SNNKConfig(ffn=FFNPart(num_features=4)))
 
 
 def batch(texts: list[list[int]]) -> dict[str, torch.Tensor]:

@@ -36,27 +36,22 @@ from snnk_peft import (
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
 from tests.fresh_process import run_python
-from tests.tiny_models import TEXT, inputs_for, same, tiny, trained
+from tests.tiny_models import TEXT, inputs_for, odd_or_even, same, tiny, trained
 
 ADAPTER = SNNKConfig(adapter=AdapterPart(num_features=4))
 FFN = SNNKConfig(ffn=FFNPart(num_features=8, layers="top-1"), modules_to_save=[])
 LLAMA = {**TEXT, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def batches(count: int = 6, masked: int | None = None) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    found = []
-    for ids in torch.randint(3, 100, (count, 4, 9), generator=generator):
-        mask = torch.ones_like(ids)
-        if masked is not None:
-            mask[1:, 5:] = 0
-            ids = ids.masked_fill(mask == 0, masked)
-        found.append({"input_ids": ids, "attention_mask": mask, "labels": ids[:, 0] % 2})
-    return found
+def padded_by(token: int, count: int = 6) -> list[dict[str, torch.Tensor]]:
+    given = odd_or_even(count)
+    for batch in given:
+        batch["input_ids"][1:, 5:], batch["attention_mask"][1:, 5:] = token, 0
+    return given
 
 
 def small_plan(model, given=None):
-    return plan(model, given or batches(), 0.95, of="macs", parts=[FFNPart(num_features=4)], progress=False)
+    return plan(model, given or odd_or_even(), 0.95, of="macs", parts=[FFNPart(num_features=4)], progress=False)
 
 
 def compiled(model):
@@ -76,14 +71,14 @@ def test_a_compiled_model_is_patched_before_it_is_compiled():
 
 def test_compiled_models_are_fitted_and_folded_as_others(tmp_path):
     plain, other = (get_snnk_model(tiny("bert"), FFN).eval() for _ in range(2))
-    calibrate(plain, batches(), progress=False)
-    calibrate(compiled(other), batches(), progress=False)
+    calibrate(plain, odd_or_even(), progress=False)
+    calibrate(compiled(other), odd_or_even(), progress=False)
     for layer in plain.base_model.model.bert.encoder.layer:
         layer.compile(backend="eager")
     x = inputs_for(plain)
     assert torch.equal(bundle(compiled(other))(**x).logits, bundle(plain)(**x).logits)
     assert small_plan(compiled(tiny("bert"))).predicted == small_plan(tiny("bert")).predicted
-    assert fit_closed_form(compiled(tiny("bert")), batches()).to_dict()["examples"] == 24
+    assert fit_closed_form(compiled(tiny("bert")), odd_or_even()).to_dict()["examples"] == 24
     assert export(compiled(plain), "torch", tmp_path / "model.pt2").model_class.startswith("Snnk")
 
 
@@ -101,18 +96,18 @@ def test_nothing_made_in_inference_mode_keeps_from_training(tmp_path):
     part = AdapterPart("gelu", "free", num_features=4)
     with torch.inference_mode():
         model = get_snnk_model(tiny_outside, SNNKConfig(adapter=part, ffn=FFNPart(num_features=8)))
-        calibrate(model, batches(), progress=False)
-        calibrate_adapters(model, batches(), progress=False)
+        calibrate(model, odd_or_even(), progress=False)
+        calibrate_adapters(model, odd_or_even(), progress=False)
         small = bundle(model)
-        fit_closed_form(small, batches())
+        fit_closed_form(small, odd_or_even())
         head = ClosedFormHead(small, names=["even", "odd"])
-        head.add(batches())
+        head.add(odd_or_even())
         found = small_plan(small_base)
-    head.add(batches())
+    head.add(odd_or_even())
     head.fit()
     assert found.predicted == small_plan(small_base).predicted
     for each in (model, small, head.bundle()):
-        each.train()(**batches()[0]).loss.backward()
+        each.train()(**odd_or_even()[0]).loss.backward()
         assert not [name for name, value in each.state_dict().items() if value.is_inference()]
 
 
@@ -125,7 +120,7 @@ def test_weights_made_in_inference_mode_are_refused():
     for run in (
         lambda: get_snnk_model(made, ADAPTER),
         lambda: small_plan(made),
-        lambda: fit_closed_form(made, batches()),
+        lambda: fit_closed_form(made, odd_or_even()),
     ):
         with pytest.raises(UnsupportedError, match=r"made inside torch.inference_mode\(\).*Load the model outside"):
             run()
@@ -142,7 +137,7 @@ def test_what_only_holds_a_model_names_it(tmp_path):
     st = sentence_transformers.SentenceTransformer(modules=[inside, st_modules.Pooling(32)], device="cpu")
     runs = [
         lambda model: get_snnk_model(model, ADAPTER),
-        lambda model: calibrate(model, batches()),
+        lambda model: calibrate(model, odd_or_even()),
         lambda model: bundle(model),
         small_plan,
         lambda model: export(model, "torch", tmp_path / "model.pt2"),
@@ -166,7 +161,7 @@ def test_what_only_holds_a_model_names_it(tmp_path):
 def test_the_original_patched_in_place_is_the_patched_model(tmp_path):
     base = tiny("bert")
     model = get_snnk_model(base, FFN).eval()
-    calibrate(base, batches(), progress=False)
+    calibrate(base, odd_or_even(), progress=False)
     small, x = bundle(base), inputs_for(base)
     assert same(small(**x).logits, model(**x).logits)
     assert small.bundle_report.parts == bundle(model).bundle_report.parts
@@ -191,12 +186,12 @@ def test_weights_that_are_no_numbers_are_named(tmp_path, bad):
     path = "encoder.layer.0.output.dense.weight"
     free = SNNKConfig(adapter=AdapterPart("gelu", "free", num_features=4))
     for run in (
-        lambda: calibrate(get_snnk_model(damaged(), FFN), batches(), progress=False),
-        lambda: calibrate_adapters(get_snnk_model(damaged(), free), batches(), progress=False),
+        lambda: calibrate(get_snnk_model(damaged(), FFN), odd_or_even(), progress=False),
+        lambda: calibrate_adapters(get_snnk_model(damaged(), free), odd_or_even(), progress=False),
         lambda: small_plan(damaged()),
         lambda: bundle(get_snnk_model(damaged(), ADAPTER)),
-        lambda: fit_closed_form(damaged(), batches()),
-        lambda: ClosedFormHead(damaged(), names=["a", "b"]).add(batches()),
+        lambda: fit_closed_form(damaged(), odd_or_even()),
+        lambda: ClosedFormHead(damaged(), names=["a", "b"]).add(odd_or_even()),
         lambda: export(damaged(), "torch", tmp_path / "model.pt2"),
         lambda: check_family(damaged()),
     ):
@@ -222,7 +217,7 @@ def test_an_overflow_is_said_with_its_layer():
     for run in (
         lambda: bundle(get_snnk_model(large(), ADAPTER)),
         lambda: small_plan(large()),
-        lambda: fit_closed_form(large(), batches()),
+        lambda: fit_closed_form(large(), odd_or_even()),
     ):
         with pytest.raises(ValueError, match=rf"NaN or infinity, which {where}"):
             run()
@@ -286,7 +281,7 @@ def decoder(pad_token_id=None):
 
 @pytest.mark.parametrize("masked", [7, None])
 def test_padding_that_only_the_tokenizer_knows(masked):
-    given, named = batches(masked=masked), 0 if masked is None else masked
+    given, named = (odd_or_even(), 0) if masked is None else (padded_by(masked), masked)
     reports = []
     for pad in (None, named):
         model = get_snnk_model(decoder(pad_token_id=pad), SNNKConfig(low_rank=LowRankPart(rank=4, layers=[1])))
@@ -305,7 +300,7 @@ def test_padding_that_only_the_tokenizer_knows(masked):
 
 
 def test_several_paddings_are_no_padding():
-    given = batches(12, masked=7)
+    given = padded_by(7, 12)
     for batch in given[6:]:
         batch["input_ids"].masked_fill_(batch["attention_mask"] == 0, 8)
     model = get_snnk_model(decoder(), SNNKConfig(low_rank=LowRankPart(rank=4, layers=[1])))
@@ -324,7 +319,7 @@ NEW_HEADS = {
 
 def head_bundle():
     head = ClosedFormHead(tiny("bert"), HeadFeatures([(-1, "mean"), (1, "max")]), names=["a", "b"])
-    head.add(batches())
+    head.add(odd_or_even())
     head.fit()
     return head.bundle()
 

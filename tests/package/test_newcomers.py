@@ -49,7 +49,7 @@ from snnk_peft import (
     with_head,
 )
 from snnk_peft.errors import ConfigError, UnknownOptionError, UnsupportedError
-from tests.tiny_models import tiny
+from tests.tiny_models import odd_or_even, tiny
 
 QUIET = {"progress": False}
 
@@ -58,22 +58,16 @@ def ffn() -> SNNKConfig:
     return SNNKConfig(ffn=FFNPart(num_features=8, layers="top-1"), modules_to_save=[])
 
 
-def batches(count: int = 6) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(3, 100, (count, 4, 9), generator=generator)
-    return [{"input_ids": each, "attention_mask": torch.ones_like(each), "labels": each[:, 0] % 2} for each in ids]
-
-
 def small_plan(model, budget=0.95, **options):
     options = {"of": "macs", "parts": [FFNPart(num_features=4)], **QUIET, **options}
-    return plan(model, batches(), budget, **options)
+    return plan(model, odd_or_even(), budget, **options)
 
 
 PATCH = {"get_snnk_model": lambda model: get_snnk_model(model, ffn())}
 FIT = {
-    "calibrate": lambda model: calibrate(model, batches(), **QUIET),
-    "calibrate_adapters": lambda model: calibrate_adapters(model, batches(), **QUIET),
-    "fit_attention": lambda model: fit_attention(model, batches(), **QUIET),
+    "calibrate": lambda model: calibrate(model, odd_or_even(), **QUIET),
+    "calibrate_adapters": lambda model: calibrate_adapters(model, odd_or_even(), **QUIET),
+    "fit_attention": lambda model: fit_attention(model, odd_or_even(), **QUIET),
 }
 WHOLE = {  # of transformers
     "bundle": bundle,
@@ -83,7 +77,7 @@ WHOLE = {  # of transformers
     "with_head": with_head,
 }
 FAMILY = {"plan": small_plan, **PATCH}
-HEAD = {"fit_closed_form": lambda model: fit_closed_form(model, batches())}
+HEAD = {"fit_closed_form": lambda model: fit_closed_form(model, odd_or_even())}
 VERBS = {**FAMILY, **FIT, **WHOLE, **HEAD}
 
 
@@ -107,7 +101,7 @@ NO_MODEL = {
     "a class": (BertForSequenceClassification, r"the class BertForSeq.*such as BertForSeq.*\.from_pretrained\(name\)"),
     "a holder": (Holder(), r"a Holder; .* such as its \.model \(a BertForSequenceClassification\)"),
     "a config": (ffn(), r"a SNNKConfig; .*it is the first argument"),
-    "batches": (batches(1), r"a list; .*it is the first argument"),
+    "batches": (odd_or_even(1), r"a list; .*it is the first argument"),
 }
 
 
@@ -228,7 +222,7 @@ def test_texts_for_an_image_model_and_the_reverse():
     with pytest.raises(
         ConfigError, match=r"holds input_ids, attention_mask; expected pixel_values, which ViT.*image pro"
     ):
-        calibrate(get_snnk_model(tiny("vit"), ffn()), batches(), **QUIET)
+        calibrate(get_snnk_model(tiny("vit"), ffn()), odd_or_even(), **QUIET)
     with pytest.raises(ConfigError, match=r"probe holds pixel_values; expected input_ids"):
         bundle(texts, probe=pictures[0])
     wide = [{"inputs_embeds": torch.rand(2, 5, 32)} for _ in range(6)]

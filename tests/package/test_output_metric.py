@@ -4,11 +4,12 @@ layers, and every kind of fit judged behind what reads it."""
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from snnk_peft import (
     AttentionPart,
@@ -28,31 +29,16 @@ from snnk_peft.calibrating.streams import sum_behind
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.solvers.corrected import Target, fit_corrected, moved
 from snnk_peft.solvers.landmarks import SecondMoments
-from tests.tiny_models import inputs_for, tiny
+from tests.tiny_models import far_from_linear, half_padded, inputs_for, tiny
 
 F64 = torch.float64
-
-
-def bert(layers: int = 3, **options) -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 48, "vocab_size": 200}
-    config = BertConfig(num_hidden_layers=layers, initializer_range=0.2, **{**sizes, **options})
-    return BertForSequenceClassification(config).eval()
-
-
-def batches(count: int = 10, size: int = 8, length: int = 12, seed: int = 1) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for _ in range(count):
-        mask = torch.ones(size, length, dtype=torch.long)
-        mask[::2, length // 2 :] = 0
-        made.append({"input_ids": torch.randint(1, 200, (size, length), generator=generator), "attention_mask": mask})
-    return made
+sizes = {"num_hidden_layers": 3, "hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 48}
+bert = partial(far_from_linear, max_position_embeddings=512, **sizes)
 
 
 def test_moments_of_gradients_are_those_of_each_example_by_itself():
     """Of two classes nothing is drawn but a sign: Σ over examples and tokens of p q ∇(z − z')∇(z − z')ᵀ."""
-    model, data = bert(), batches(3)
+    model, data = bert(), half_padded(3)
     path = "bert.encoder.layer.1.output.dense"
     module = model.get_submodule(path)
     found = sensitivities(model, {path: module}, Survey(model, data, 0.3), Answers(model), lambda: None)[path]
@@ -147,7 +133,7 @@ def test_the_sum_that_a_block_enters_is_found(family, dtype):
 def test_drift_is_made_good_to_rounding():
     """A first layer of two features is far off; with all units behind it the next sum is the original's again."""
     model = bert()
-    some = batches(1, size=3, length=8)[0]
+    some = half_padded(1, size=3, length=8)[0]
     data = [some, some, some]  # 18 tokens, fewer than the units that are fitted to them; held out as well
     parts = [FFNPart(num_features=2, layers=[0]), FFNPart(num_features=48, layers=[1])]
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=parts, modules_to_save=[]))
@@ -198,8 +184,8 @@ def test_answers_are_nearer_than_by_local_errors(name):
                 each.add_(0.05 * torch.randn_like(each))
         for metric in found:
             patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[KINDS[name]], modules_to_save=[]))
-            calibrate(patched, batches(20), metric=metric, progress=False)
-            found[metric] += divergence(model, patched, batches(6, seed=2))
+            calibrate(patched, half_padded(20), metric=metric, progress=False)
+            found[metric] += divergence(model, patched, half_padded(6, seed=2))
     assert found["output"] < found["local"]
 
 
@@ -208,10 +194,10 @@ def test_embeddings_by_the_vector_that_is_pooled():
     model, found = bert().bert, {}
     for pooling in ("first", "mean"):
         patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(ffn=FFNPart(num_features=6), modules_to_save=[]))
-        calibrate(patched, batches(20), pooling=pooling, progress=False)
+        calibrate(patched, half_padded(20), pooling=pooling, progress=False)
         comparison = Comparison(Answers(model, "first"))
         with torch.no_grad():
-            for batch in batches(6, seed=2):
+            for batch in half_padded(6, seed=2):
                 comparison.update(model(**batch), patched(**batch), batch)
         found[pooling] = comparison.distance()
     assert found["first"] < found["mean"]
@@ -222,14 +208,14 @@ def test_half_precision_gains_as_well():
     model, found = bert().to(torch.bfloat16), {}
     for metric in ("output", "local"):
         patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(ffn=FFNPart(num_features=6), modules_to_save=[]))
-        calibrate(patched, batches(20), metric=metric, progress=False)
-        found[metric] = divergence(model, patched, batches(6, seed=2))
+        calibrate(patched, half_padded(20), metric=metric, progress=False)
+        found[metric] = divergence(model, patched, half_padded(6, seed=2))
     assert found["output"] < found["local"]
 
 
 def test_the_reported_error_is_that_of_the_stream():
     """Recomputed on the held-out batches from both models: ‖R (S − S')‖² over the spread of R (S − residual)."""
-    model, data = bert(), batches()
+    model, data = bert(), half_padded()
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(ffn=FFNPart(num_features=8), modules_to_save=[]))
     report = calibrate(patched, data, refit=False, progress=False)
     path = "bert.encoder.layer.2.output"
@@ -264,7 +250,7 @@ def test_the_reported_error_is_that_of_the_stream():
 
 def test_gradients_leave_nothing_behind():
     model = get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(num_features=8), modules_to_save=[]))
-    calibrate(model, batches(), progress=False)
+    calibrate(model, half_padded(), progress=False)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not any(getattr(module, "held_back", ()) for module in model.modules())
@@ -272,7 +258,7 @@ def test_gradients_leave_nothing_behind():
 
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_under_no_grad_as_without(context):
-    data, found = batches(), []
+    data, found = half_padded(), []
     for inside in (False, True):
         model = get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(num_features=8), modules_to_save=[]))
         if inside:
@@ -291,8 +277,8 @@ def test_causal_models_by_the_words_that_follow():
     found = {}
     for metric in ("output", "local"):
         patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[NarrowFFNPart(keep=0.3)], modules_to_save=[]))
-        calibrate(patched, batches(20), metric=metric, progress=False)
-        found[metric] = divergence(model, patched, batches(5, seed=2))
+        calibrate(patched, half_padded(20), metric=metric, progress=False)
+        found[metric] = divergence(model, patched, half_padded(5, seed=2))
     assert found["output"] < found["local"]
 
 
@@ -335,7 +321,7 @@ def test_arguments_are_named():
 
     model = get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(num_features=8), modules_to_save=[]))
     with pytest.raises(ConfigError, match="metric is 'fisher'; expected one of output, local"):
-        calibrate(model, batches(), metric="fisher")
+        calibrate(model, half_padded(), metric="fisher")
 
 
 class Detached(nn.Module):
@@ -351,7 +337,7 @@ def test_answers_that_depend_on_nothing_inside_are_fitted_locally():
         patched = get_snnk_model(
             copy.deepcopy(model), SNNKConfig(ffn=FFNPart(num_features=8, layers=[0]), modules_to_save=[])
         )
-        found.append(calibrate(patched, batches(), metric=metric, progress=False).slots[0].error_after)
+        found.append(calibrate(patched, half_padded(), metric=metric, progress=False).slots[0].error_after)
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 

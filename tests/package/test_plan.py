@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from sklearn.isotonic import IsotonicRegression
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from snnk_peft import (
     AttentionPart,
@@ -34,36 +35,29 @@ from snnk_peft.planning.fits import OPTIONS
 from snnk_peft.planning.sample import HELD_OUT
 from snnk_peft.planning.sizes import Measured, between, grid, rising
 from tests.fresh_process import run_python
-from tests.tiny_models import inputs_for, tiny
+from tests.tiny_models import far_from_linear, half_padded, inputs_for, tiny
 
 PARTS = [FFNPart(num_features=8), FFNPart(num_features=24), NarrowHeadsPart(head_dim=6), PoolerPart(num_features=4)]
 WISH = "1.6x"
 
 
-def bert(**changes) -> BertForSequenceClassification:
-    """Weights large enough that what is left out shows."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-    config = BertConfig(**{"vocab_size": 200, **sizes, "initializer_range": 0.2, **changes})
-    return BertForSequenceClassification(config).eval()
+def held_out(model) -> torch.Tensor:
+    """Logarithms of the probabilities of what `plan` holds out of ten batches: of texts, or of their words."""
+    found = []
+    for batch in (half_padded()[index] for index in (1, 3, 6, 8)):
+        given = model(**batch).logits
+        found.append(given[batch["attention_mask"].bool()] if given.dim() == 3 else given)
+    return torch.cat(found).log_softmax(-1)
 
 
-def texts(count: int = 10, size: int = 8, length: int = 12) -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    made = []
-    for _ in range(count):
-        mask = torch.ones(size, length, dtype=torch.long)
-        mask[::2, length // 2 :] = 0
-        made.append(
-            {"input_ids": torch.randint(1, 200, (size, length), generator=generator) * mask, "attention_mask": mask}
-        )
-    return made
+def divergence(model, other) -> float:
+    return torch.nn.functional.kl_div(held_out(other), held_out(model), reduction="batchmean", log_target=True).item()
 
 
 @pytest.fixture(scope="module")
-def planned() -> tuple[BertForSequenceClassification, Plan]:
-    model = bert()
-    return model, plan(model, texts(), WISH, of="macs", parts=PARTS, progress=False)
+def planned() -> tuple[Any, Plan]:
+    model = far_from_linear()
+    return model, plan(model, half_padded(), WISH, of="macs", parts=PARTS, progress=False)
 
 
 def flops(model, inputs) -> int:
@@ -120,8 +114,8 @@ def test_sizes_are_put_in_order_as_scikit_learn_does():
 def test_the_budget_holds_for_the_calibrated_bundle_by_torchs_own_counter(planned):
     model, found = planned
     patched = get_snnk_model(copy.deepcopy(model), found.config)
-    calibrate(patched, texts(), progress=False)
-    middle = sorted(texts(), key=lambda batch: int(batch["attention_mask"].sum()))[5]
+    calibrate(patched, half_padded(), progress=False)
+    middle = sorted(half_padded(), key=lambda batch: int(batch["attention_mask"].sum()))[5]
     share = flops(bundle(patched), middle) / flops(model, middle)
     assert share <= 1 / 1.6
     assert found.predicted["measured"] == pytest.approx(share, abs=1e-3)
@@ -144,8 +138,8 @@ def test_sizes_between_are_multiples_and_their_figures_lie_between():
 @pytest.mark.parametrize("of", ["macs", "bytes"])
 @pytest.mark.parametrize("share", [0.93, 0.85, 0.78])
 def test_the_budget_is_spent(of, share):
-    model = bert(intermediate_size=256, vocab_size=20)
-    few = [{**batch, "input_ids": batch["input_ids"] % 20} for batch in texts(6)]
+    model = far_from_linear(intermediate_size=256, vocab_size=20)
+    few = [{**batch, "input_ids": batch["input_ids"] % 20} for batch in half_padded(6)]
     parts = [FFNPart(num_features=8), FFNPart(num_features=232), NarrowHeadsPart(head_dim=6)]
     found = plan(model, few, share, of=of, parts=parts, progress=False)
     assert 0.97 * share <= found.predicted["measured"] <= share
@@ -157,7 +151,7 @@ def test_the_budget_is_spent(of, share):
 def test_another_budget_from_the_same_measurements(planned, monkeypatch, tmp_path):
     """As a plan for it, but for rounding; a plan that was read from a file tells the same."""
     model, found = planned
-    whole = plan(model, texts(), "1.3x", of="macs", parts=PARTS, progress=False)
+    whole = plan(model, half_padded(), "1.3x", of="macs", parts=PARTS, progress=False)
     monkeypatch.setattr("snnk_peft.planning.costs.macs", None)
     other = found.at("1.3x")
     assert other.config == whole.config
@@ -178,21 +172,18 @@ def test_the_error_of_all_parts_together_is_measured(planned):
     """By `calibrate` on the same batches; what was predicted is of its size."""
     model, found = planned
     patched = get_snnk_model(copy.deepcopy(model), found.config)
-    calibrate(patched, texts(), held_out=HELD_OUT, ridges=OPTIONS.ridges, refit=False, progress=False)
-    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)]
-    target, other = (torch.cat([m(**batch).logits for batch in held_out]).log_softmax(-1) for m in (model, patched))
-    divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
-    assert found.predicted["measured_error"] == pytest.approx(divergence.item(), rel=1e-3)
-    assert divergence.item() / 2 < found.predicted["error"] < 2 * divergence.item()
+    calibrate(patched, half_padded(), held_out=HELD_OUT, ridges=OPTIONS.ridges, refit=False, progress=False)
+    assert found.predicted["measured_error"] == pytest.approx(divergence(model, patched), rel=1e-3)
+    assert found.predicted["error"] / 2 < divergence(model, patched) < 2 * found.predicted["error"]
     assert (
         "measured_error"
-        not in plan(model, texts(), WISH, of="macs", parts=PARTS, check=False, progress=False).predicted
+        not in plan(model, half_padded(), WISH, of="macs", parts=PARTS, check=False, progress=False).predicted
     )
 
 
 def test_bytes_are_those_of_the_saved_model(tmp_path):
-    model = bert()
-    found = plan(model, texts(), 0.85, of="bytes", parts=PARTS, progress=False)
+    model = far_from_linear()
+    found = plan(model, half_padded(), 0.85, of="bytes", parts=PARTS, progress=False)
     small = bundle(get_snnk_model(copy.deepcopy(model), found.config))
     sizes = []
     for number, each in enumerate((model, small)):
@@ -210,30 +201,24 @@ def test_errors_of_a_layer_are_those_of_a_model_with_this_layer_converted(planne
     part = copy.copy(part)
     part.layers = [0]
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[part], modules_to_save=[]))
-    report = calibrate(patched, texts(), held_out=HELD_OUT, ridges=OPTIONS.ridges, refit=False, progress=False)
+    report = calibrate(patched, half_padded(), held_out=HELD_OUT, ridges=OPTIONS.ridges, refit=False, progress=False)
     size = str(getattr(part, "num_features", None) or part.head_dim)
     own = next(c for c in found.candidates if c.layer == 0 and c.size == size and c.part != "pooler")
     # Directions of heads are searched for in fewer steps.
     assert own.fit_error == pytest.approx(report.slots[0].error_after, rel=1e-5 if isinstance(part, FFNPart) else 0.01)
-    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)]
-    target, other = (torch.cat([m(**batch).logits for batch in held_out]).log_softmax(-1) for m in (model, patched))
-    divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
-    assert divergence.item() / 2 < own.output_error < 2 * divergence.item()
+    assert own.output_error / 2 < divergence(model, patched) < 2 * own.output_error
 
 
 def test_the_predicted_divergence_is_the_fisher_information_along_the_change():
     """Of a change so small that no higher order matters: half the square of the logits' change by diag p − p pᵀ."""
-    model = bert(num_labels=2)
-    found = plan(model, texts(), 0.98, of="macs", parts=[FFNPart(num_features=60)], progress=False)
+    model = far_from_linear(num_labels=2)
+    found = plan(model, half_padded(), 0.98, of="macs", parts=[FFNPart(num_features=60)], progress=False)
     for layer in (0, 1):
         part = FFNPart(num_features=60, layers=[layer])
         patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[part], modules_to_save=[]))
-        calibrate(patched, texts(), held_out=HELD_OUT, refit=False, progress=False)
-        target, other = (
-            torch.cat([m(**batch).logits.double() for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)])
-            for m in (model, patched)
-        )
-        p, moved = target.softmax(-1), other - target
+        calibrate(patched, half_padded(), held_out=HELD_OUT, refit=False, progress=False)
+        target, other = held_out(model).double(), held_out(patched).double()
+        p, moved = target.exp(), other - target
         expected = 0.5 * ((p * moved.square()).sum(-1) - (p * moved).sum(-1).square()).mean()
         (own,) = (candidate for candidate in found.candidates if candidate.layer == layer)
         assert own.output_error == pytest.approx(expected.item(), rel=0.2)
@@ -246,16 +231,13 @@ def test_without_gradients_every_candidate_is_run(planned, monkeypatch):
         raise RuntimeError("derivative is not implemented")
 
     monkeypatch.setattr("snnk_peft.calibrating.answers.Answers.drawn_loss", none)
-    model, part = bert(), FFNPart(num_features=16)
-    found = plan(model, texts(), 0.97, of="macs", parts=[part], progress=False)
+    model, part = far_from_linear(), FFNPart(num_features=16)
+    found = plan(model, half_padded(), 0.97, of="macs", parts=[part], progress=False)
     part.layers = [0]
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[part], modules_to_save=[]))
     given = {"held_out": HELD_OUT, "ridges": OPTIONS.ridges, "refit": False, "metric": "local", "progress": False}
-    calibrate(patched, texts(), **given)
-    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)]
-    target, other = (torch.cat([m(**batch).logits for batch in held_out]).log_softmax(-1) for m in (model, patched))
-    divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
-    assert found.candidates[0].output_error == pytest.approx(divergence.item(), rel=1e-3)
+    calibrate(patched, half_padded(), **given)
+    assert found.candidates[0].output_error == pytest.approx(divergence(model, patched), rel=1e-3)
 
 
 def test_smaller_budgets_cost_more_error_and_a_plan_is_on_its_curve(planned):
@@ -268,13 +250,13 @@ def test_smaller_budgets_cost_more_error_and_a_plan_is_on_its_curve(planned):
 
 def test_the_model_is_left_alone_and_a_second_plan_is_the_same(planned):
     model, found = planned
-    model = bert().train()
+    model = far_from_linear().train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     modules = [
         (name, type(module), module.training, len(module._forward_hooks)) for name, module in model.named_modules()
     ]
     random_state = torch.get_rng_state()
-    again = plan(model, texts(), WISH, of="macs", parts=PARTS, progress=False)
+    again = plan(model, half_padded(), WISH, of="macs", parts=PARTS, progress=False)
     assert again.to_dict() == found.to_dict()
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -282,7 +264,7 @@ def test_the_model_is_left_alone_and_a_second_plan_is_the_same(planned):
         (name, type(module), module.training, len(module._forward_hooks)) for name, module in model.named_modules()
     ]
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert model.config._attn_implementation == bert().config._attn_implementation
+    assert model.config._attn_implementation == far_from_linear().config._attn_implementation
 
 
 def test_files(planned, tmp_path):
@@ -306,9 +288,9 @@ assert found.config.modules_to_save == [] and len(found.config.parts) > 1
 
 def test_an_unreachable_budget_names_one_that_is_not():
     with pytest.raises(ConfigError, match=r"budget leaves 0.100 of the macs \(10.00x\)") as refused:
-        plan(bert(), texts(), "10x", of="macs", parts=PARTS, progress=False)
+        plan(far_from_linear(), half_padded(), "10x", of="macs", parts=PARTS, progress=False)
     nearest = str(refused.value).split("nearest that can be met is '")[1].split("'")[0]
-    found = plan(bert(), texts(), nearest, of="macs", parts=PARTS, progress=False)
+    found = plan(far_from_linear(), half_padded(), nearest, of="macs", parts=PARTS, progress=False)
     assert 1 / found.predicted["measured"] >= float(nearest.removesuffix("x")) > 1.4
 
 
@@ -316,29 +298,29 @@ def test_candidates_of_which_none_saves_anything():
     """However near the budget is to all of the cost."""
     for of in ("latency", "macs"):
         with pytest.raises(ConfigError, match=r"saves nothing measurable. Give larger inputs"):
-            plan(bert(), texts(), 0.99, of=of, parts=[FFNPart(num_features=64)], progress=False)
+            plan(far_from_linear(), half_padded(), 0.99, of=of, parts=[FFNPart(num_features=64)], progress=False)
 
 
 def test_every_bad_argument_is_told_at_once():
     with pytest.raises(ConfigError) as refused:
-        plan(bert(), texts(), "0.5x", of="time", parts=[], tokens=0)
+        plan(far_from_linear(), half_padded(), "0.5x", of="time", parts=[], tokens=0)
     for name in ("budget is '0.5x'", "of is 'time'", "parts is []", "tokens is 0"):
         assert name in str(refused.value)
     with pytest.raises(ConfigError, match="batches holds 2; expected three at least"):
-        plan(bert(), texts(2), "2x", of="macs")
-    wrong = [{"input_ids": batch["input_ids"] + 5000} for batch in texts()]
+        plan(far_from_linear(), half_padded(2), "2x", of="macs")
+    wrong = [{"input_ids": batch["input_ids"] + 5000} for batch in half_padded()]
     with pytest.raises(ConfigError, match="has token id 5198"):
-        plan(bert(), wrong, "2x", of="macs")
+        plan(far_from_linear(), wrong, "2x", of="macs")
     with pytest.raises(UnsupportedError, match="holds adapters already"):
-        plan(get_snnk_model(bert(), SNNKConfig(ffn=FFNPart(num_features=8))), texts(), "1.2x")
+        plan(get_snnk_model(far_from_linear(), SNNKConfig(ffn=FFNPart(num_features=8))), half_padded(), "1.2x")
 
 
 def test_seconds_are_measured_once(tmp_path, monkeypatch):
-    model = bert(hidden_size=64, intermediate_size=768)
+    model = far_from_linear(hidden_size=64, intermediate_size=768)
     parts = [FFNPart(num_features=16), FFNPart(num_features=64)]
     file = tmp_path / "timings.json"
     given = {"of": "latency", "parts": parts, "timings": file, "progress": False}
-    found = plan(model, texts(size=16, length=32), 0.9, **given)
+    found = plan(model, half_padded(size=16, length=32), 0.9, **given)
     assert found.predicted["measured"] <= 0.9
     # Layers that are built alike cost the same.
     saved = {candidate.layer: candidate.saved for candidate in found.candidates if candidate.size == "16"}
@@ -351,12 +333,12 @@ def test_seconds_are_measured_once(tmp_path, monkeypatch):
     assert found.settings["timing_limit"] > 0
     monkeypatch.setattr("snnk_peft.planning.costs.seconds", again)
     monkeypatch.setattr("snnk_peft.planning.costs.paired", again)
-    assert plan(model, texts(size=16, length=32), 0.9, **given).to_dict() == found.to_dict()
+    assert plan(model, half_padded(size=16, length=32), 0.9, **given).to_dict() == found.to_dict()
     with pytest.raises(AssertionError, match="a second time"):
-        plan(model, texts(size=16, length=32), 0.9, **{**given, "timings": tmp_path / "other.json"})
+        plan(model, half_padded(size=16, length=32), 0.9, **{**given, "timings": tmp_path / "other.json"})
     file.write_text("[]")
     with pytest.raises(ConfigError, match="holds a list; expected a file that plan"):
-        plan(model, texts(), 0.9, **given)
+        plan(model, half_padded(), 0.9, **given)
 
 
 @pytest.mark.parametrize(
@@ -385,7 +367,7 @@ def test_a_causal_model_is_judged_by_all_its_words():
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=200, intermediate_size=48, initializer_range=0.2, **sizes)).eval()
-    found = plan(model, texts(), 0.85, of="macs", parts=[NarrowFFNPart(keep=0.5)], progress=False)
+    found = plan(model, half_padded(), 0.85, of="macs", parts=[NarrowFFNPart(keep=0.5)], progress=False)
     assert [(choice.layer, choice.part, choice.size) for choice in found.choices] == [
         (0, "narrow_ffn", "0.5"),
         (1, "narrow_ffn", "0.5"),
@@ -393,29 +375,23 @@ def test_a_causal_model_is_judged_by_all_its_words():
     only = copy.deepcopy(found.config.parts[0])
     only.layers = [1]
     patched = get_snnk_model(copy.deepcopy(model), SNNKConfig(parts=[only], modules_to_save=[]))
-    calibrate(patched, texts(), held_out=HELD_OUT, refit=False, progress=False)
-    held_out = [batch for index, batch in enumerate(texts()) if index in (1, 3, 6, 8)]
-    target, other = (
-        torch.cat([m(**batch).logits[batch["attention_mask"].bool()] for batch in held_out]).log_softmax(-1)
-        for m in (model, patched)
-    )
-    divergence = torch.nn.functional.kl_div(other, target, reduction="batchmean", log_target=True)
-    assert divergence.item() / 2 < found.choices[1].output_error < 2 * divergence.item()
+    calibrate(patched, half_padded(), held_out=HELD_OUT, refit=False, progress=False)
+    assert found.choices[1].output_error / 2 < divergence(model, patched) < 2 * found.choices[1].output_error
 
 
 def test_half_precision():
-    model = bert().to(torch.bfloat16)
-    found = plan(model, texts(), 0.9, of="macs", parts=PARTS[:2], progress=False)
+    model = far_from_linear().to(torch.bfloat16)
+    found = plan(model, half_padded(), 0.9, of="macs", parts=PARTS[:2], progress=False)
     assert found.settings["dtype"] == "bfloat16"
     assert all(0 < candidate.fit_error < 1 for candidate in found.candidates)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
 def test_linear_attention_is_offered_where_it_pays():
-    model = bert()
+    model = far_from_linear(max_position_embeddings=256)
     offered = [[part.num_features for part in AttentionPart.candidates(model, length)] for length in (64, 130, 512)]
     assert offered == [[], [32], [32, 64, 128]]
-    long = texts(4, size=2, length=256)
+    long = half_padded(4, size=2, length=256)
     attention = AttentionPart.candidates(model, 256)
     found = plan(model, long, 0.8, of="macs", parts=attention, progress=False)
     assert {candidate.part for candidate in found.choices} == {"attention"}
@@ -427,7 +403,7 @@ def test_linear_attention_is_offered_where_it_pays():
 def test_within_autocast_candidates_are_judged_as_they_were_fitted(planned):
     """Autocast keeps copies of what it has cast once: those from before a fit would count as the candidate."""
     with torch.autocast("cpu", torch.bfloat16):
-        found = plan(bert(), texts(), WISH, of="macs", parts=PARTS, progress=False)
+        found = plan(far_from_linear(), half_padded(), WISH, of="macs", parts=PARTS, progress=False)
     errors = {(c.part, c.size, c.layer): c.output_error for c in planned[1].candidates}
     for each in found.candidates:
         assert each.output_error == pytest.approx(errors[each.part, each.size, each.layer], rel=0.5, abs=1e-4)

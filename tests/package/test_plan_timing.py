@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertForSequenceClassification
 
 from snnk_peft import FFNPart, NarrowHeadsPart, Plan, plan
 from snnk_peft.cost.meter import Meter
@@ -22,17 +22,14 @@ from snnk_peft.errors import ConfigError
 from snnk_peft.planning import costs, timing
 from snnk_peft.planning.choose import Point
 from snnk_peft.planning.settle import settle
+from tests.tiny_models import far_from_linear
 
 pytestmark = pytest.mark.slow
 
 PARTS = [*(FFNPart(num_features=size) for size in (8, 32, 96)), *(NarrowHeadsPart(head_dim=d) for d in (4, 8))]
 WISH = 1.5
-
-
-def bert() -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 256}
-    return BertForSequenceClassification(BertConfig(vocab_size=200, initializer_range=0.2, **sizes)).eval()
+sizes = {"num_hidden_layers": 3, "intermediate_size": 256, "max_position_embeddings": 512}
+bert = functools.partial(far_from_linear, **sizes)
 
 
 def texts() -> list[dict[str, torch.Tensor]]:
