@@ -12,16 +12,12 @@ import pytest
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 from snnk_peft import AdapterPart, FFNPart, PoolerPart, SNNKConfig, bundle, get_snnk_model
 from snnk_peft.errors import ConfigError, UnsupportedError
+from tests.attention_models import causal_model
+from tests.by_hand import edit_json
 from tests.tiny_models import inputs_for, same, tiny, trained
 
 pytestmark = [
@@ -331,10 +327,7 @@ def test_a_revision_is_a_name():
 
 
 def test_adapters_without_digests_load_as_ever(adapter, caplog):
-    path = adapter / "adapter_config.json"
-    content = json.loads(path.read_text())
-    del content["base_digests"], content["snnk_digests"]
-    path.write_text(json.dumps(content))
+    edit_json(adapter / "adapter_config.json", lambda content: content.pop("base_digests"))
     peft.PeftModel.from_pretrained(base_of(1), shutil.copytree(adapter, adapter.parent / "old"))
     assert NOTE not in caplog.text
 
@@ -394,9 +387,7 @@ def test_each_row_is_what_its_adapter_gives_alone(place, family, saved, active):
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}])
 def test_rows_of_generate(options):
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-    torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes))
+    base = causal_model("llama", wide=False)
     model = two(base, AdapterPart(num_features=4), AdapterPart(num_features=4), task_type="CAUSAL_LM")
     ids = torch.randint(3, 50, (4, 5), generator=torch.Generator().manual_seed(0))
     options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **options}

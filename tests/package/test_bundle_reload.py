@@ -22,8 +22,6 @@ from transformers import (
     AttentionMaskInterface,
     AutoModel,
     AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
     BertTokenizer,
 )
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
@@ -35,6 +33,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.slots import Slot
 from snnk_peft.model_card import hub_id, template, write_model_card
 from tests.attention_models import causal_model, left_padded, patched
+from tests.by_hand import edit_json
 from tests.fresh_process import ForkServer, run_python
 from tests.hub_stand_in import HubStandIn
 from tests.tiny_models import inputs_for, same, tiny, trained
@@ -201,9 +200,7 @@ def change(folder: Path, edit) -> Path:
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path, {"format": "pt"})  # without digests, and not named in the config: strictness alone
-    content = json.loads((folder / "config.json").read_text())
-    del content["snnk_digests"]
-    (folder / "config.json").write_text(json.dumps(content))
+    edit_json(folder / "config.json")
     return folder
 
 
@@ -219,9 +216,8 @@ def test_another_draw_is_refused(saved, tmp_path, where):
         change(folder, flip)
     else:
         path = folder / "config.json"
-        content = json.loads(path.read_text().replace('"seed": 0', '"seed": 1'))
-        del content["snnk_digests"]  # with them, the change itself is named: test_loading.py
-        path.write_text(json.dumps(content))
+        path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+        edit_json(path)  # with its digests, the change itself is named: test_loading.py
     with pytest.raises(ConfigError, match="checksum of the redrawn projection"):
         AutoModelForSequenceClassification.from_pretrained(folder)
 
@@ -347,10 +343,8 @@ def test_push_to_the_hub_and_load_back(saved, tmp_path):
 
 @pytest.fixture(scope="module")
 def report() -> BundleReport:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
-    model = BertForSequenceClassification(BertConfig(vocab_size=50, **sizes))
     config = SNNKConfig(adapter=AdapterPart(num_features=4, layers=[0, 1, 3]), ffn=FFNPart(num_features=4))
-    return bundle(get_snnk_model(model, config)).bundle_report
+    return bundle(get_snnk_model(tiny("bert", num_hidden_layers=4), config)).bundle_report
 
 
 def test_equal_lines_are_one_line(report):

@@ -40,6 +40,7 @@ from transformers import (
 from snnk_peft import AdapterPart, SNNKConfig, get_snnk_model
 from snnk_peft.errors import ConfigError
 from snnk_peft.model_card import PEFT_TITLE, write_model_card
+from tests.by_hand import edit_json
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -280,11 +281,10 @@ def test_what_the_user_says_wins(tmp_path, base):
 def test_names_may_be_edited_by_hand(tmp_path, base):
     classifier(base, NAMES).save_pretrained(tmp_path)
     path = tmp_path / "adapter_config.json"
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"id2label": {"0": "rot", "1": "gelb", "2": "grün"}}))
+    edit_json(path, signed=True, id2label={"0": "rot", "1": "gelb", "2": "grün"})
     config = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path).config
     assert (config.id2label, config.label2id["grün"]) == ({0: "rot", 1: "gelb", 2: "grün"}, 2)
-    path.write_text(json.dumps(content | {"id2label": {"first": "rot"}, "problem_type": 3}))
+    edit_json(path, signed=True, id2label={"first": "rot"}, problem_type=3)
     with pytest.raises(ConfigError, match=r"id2label is .*'first': 'rot'(?s:.*)problem_type is 3"):
         SNNKConfig.from_pretrained(tmp_path)
 
@@ -294,9 +294,7 @@ def test_names_may_be_edited_by_hand(tmp_path, base):
 def test_another_number_of_labels_is_named(tmp_path, base, door, kept):
     classifier(base, NAMES).save_pretrained(tmp_path)
     if not kept:  # as saved by earlier versions
-        path = tmp_path / "adapter_config.json"
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps({key: value for key, value in content.items() if key != "id2label"}))
+        edit_json(tmp_path / "adapter_config.json", lambda content: content.pop("id2label"), signed=True)
     two = BertForSequenceClassification.from_pretrained(base)
     load = {
         "PeftModel": lambda: PeftModel.from_pretrained(two, tmp_path),

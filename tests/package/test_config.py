@@ -46,6 +46,7 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.parts import PARTS, Part, layers_faults, resolve_layers
 from snnk_peft.tuner.given_model import plain_model
 from snnk_peft.tuner.slot_layer import SlotLayer
+from tests.by_hand import edit_json
 from tests.tiny_families import build, main_head
 from tests.tiny_models import TEXT, tiny, trained
 
@@ -372,11 +373,8 @@ def test_json_round_trip(tmp_path):
 
 def test_a_damaged_config_file_is_refused(tmp_path):
     SNNKConfig(adapter={}).save_pretrained(tmp_path)
-    path = tmp_path / "adapter_config.json"
-    content = json.loads(path.read_text())
-    content["adapter"]["num_features"] = 0
-    content["adapter"]["components"] = "relu"
-    path.write_text(json.dumps(content))
+    damage = {"num_features": 0, "components": "relu"}
+    edit_json(tmp_path / "adapter_config.json", lambda content: content["adapter"].update(damage), signed=True)
     with pytest.raises(ConfigError, match="unknown field 'components'"):
         SNNKConfig.from_pretrained(tmp_path)
 
@@ -446,8 +444,7 @@ def test_options_that_exist_are_taken_as_before():
 def test_entries_of_a_newer_file_are_left_out_with_a_warning(tmp_path):
     """What PEFT does for its own configs."""
     SNNKConfig(adapter={"num_features": 4}).save_pretrained(tmp_path)
-    path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "of_peft_99": True}))
+    edit_json(tmp_path / "adapter_config.json", signed=True, of_peft_99=True)
     for door in (SNNKConfig, peft.PeftConfig):
         with pytest.warns(UserWarning, match="Unexpected keyword arguments .'of_peft_99'"):
             assert door.from_pretrained(tmp_path).adapter == AdapterPart(num_features=4)

@@ -25,6 +25,7 @@ from snnk_peft import AdapterPart, FFNPart, NormsPart, SNNKConfig, bundle, get_s
 from snnk_peft.digests import content_faults, open_tensors
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.stamps import stamp_tensors
+from tests.by_hand import edit_json
 from tests.mutate_folders import Folders, _by_code_file, logits, run
 from tests.tensor_sizes import LargestTensor
 from tests.tiny_models import inputs_for, tiny
@@ -58,12 +59,6 @@ def rewrite(path: Path, edit: Callable[[dict[str, torch.Tensor]], object], diges
     tensors = load_file(path)
     edit(tensors)
     save_file(tensors, path, metadata)
-
-
-def rewrite_config(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    content = json.loads(path.read_text())
-    edit(content)
-    path.write_text(json.dumps(content))
 
 
 def hub_cache(folder: Path, top: Path) -> Path:
@@ -223,7 +218,7 @@ def test_files_without_digests_load_with_a_note(folders, adapter, bundled, caplo
             rewrite(path, lambda tensors: None)  # the config still knows a digest of them all
             load()
             assert not caplog.records
-            rewrite_config(config, lambda content: content.pop("snnk_digests"))
+            edit_json(config)
             torch.testing.assert_close(logits(load()), folders.expected["adapter-adapter"], rtol=1e-5, atol=1e-6)
             assert f"{path} carries no digests" in caplog.text
         caplog.clear()
@@ -254,11 +249,12 @@ def test_a_pickled_bundle_is_not_read(bundled):
 @pytest.mark.parametrize("name", ["adapter", "seeds", "replaced", "attention"])
 def test_a_config_that_asks_for_too_much_allocates_nothing(name, folders, tmp_path):
     folder = Path(shutil.copytree(folders.top / f"adapter-{name}", tmp_path / "adapter"))
-    content = json.loads((folder / "adapter_config.json").read_text())
-    del content["snnk_digests"]
-    part = next(part for part in ("adapter", "ffn", "attention") if content[part] is not None)
-    content[part] |= {"num_features": 10_000_000, "projection": "gaussian"}  # drawn at once, not in a loop
-    (folder / "adapter_config.json").write_text(json.dumps(content))
+
+    def enlarge(content: dict[str, Any]) -> None:
+        part = next(part for part in ("adapter", "ffn", "attention") if content[part] is not None)
+        content[part] |= {"num_features": 10_000_000, "projection": "gaussian"}  # drawn at once, not in a loop
+
+    edit_json(folder / "adapter_config.json", enlarge)
     for load in (peft.PeftModel.from_pretrained, lambda base, folder: base.load_adapter(str(folder))):
         with LargestTensor(10_000_000), pytest.raises(ConfigError, match=r"asks for modules of [\d,]+ parameters"):
             load(copy.deepcopy(folders.base), folder)
@@ -277,7 +273,7 @@ def test_a_changed_config_names_the_field(folders, adapter):
 @pytest.mark.parametrize("base", [None, "", 3])
 def test_a_config_without_its_base_model_is_named_where_that_is_needed(base, folders, adapter):
     path = adapter / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
+    edit_json(path, signed=True, base_model_name_or_path=base)
     with pytest.raises(ConfigError, match=rf"{path}: base_model_name_or_path is {base!r}; expected a folder"):
         doors(folders, adapter)["AutoPeftModel"]()
     peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
@@ -304,10 +300,7 @@ def test_embeddings_that_peft_saves_are_named_in_the_config(folders, tmp_path):
 def test_no_other_weight_of_the_base_is_let_in_by_the_config(folders, adapter):
     query = "base_model.model.bert.encoder.layer.0.attention.self.query.weight"
     rewrite(adapter / WEIGHTS, lambda tensors: tensors.update({query: torch.zeros(16, 16)}))
-    path = adapter / "adapter_config.json"
-    content = json.loads(path.read_text())
-    del content["snnk_digests"]
-    path.write_text(json.dumps(content | {"saved_embeddings": [query]}))
+    edit_json(adapter / "adapter_config.json", saved_embeddings=[query])
     with pytest.raises(ConfigError, match=r"query\.weight is a tensor of the base model and would overwrite it"):
         peft.PeftModel.from_pretrained(copy.deepcopy(folders.base), adapter)
 
@@ -341,7 +334,7 @@ def test_damaged_bundles_are_refused_through_every_door(damage, bundled, folders
     else:
         rewrite(path, edits[damage], digests=damage == "bit")
     if damage not in ("truncated", "bit"):
-        rewrite_config(bundled / "config.json", lambda content: content.pop("snnk_digests"))
+        edit_json(bundled / "config.json")
     name = {"extra": r"bert\.x", "truncated": r"model\.safetensors is truncated"}.get(damage, key.replace(".", r"\."))
     for label, load in bundle_doors(bundled).items():
         with pytest.raises(ValueError, match=name) as caught:
@@ -372,14 +365,13 @@ def test_a_changed_bundle_config_names_the_entry(bundled):
         (lambda content: content.pop("layer_norm_eps"), "layer_norm_eps is missing"),
         (lambda content: content["snnk_plan"]["modules"].popitem(), r"snnk_plan\.modules"),
     ):
-        content = json.loads(original)
-        edit(content)
-        path.write_text(json.dumps(content))
+        path.write_text(original)
+        edit_json(path, edit, signed=True)
         for load in bundle_doors(bundled).values():
             with pytest.raises(ValueError, match=name):
                 load()
-    content = json.loads(original) | {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
-    path.write_text(json.dumps(content))
+    path.write_text(original)
+    edit_json(path, signed=True, id2label={"0": "bad", "1": "good"}, label2id={"bad": 0, "good": 1})
     model = AutoModelForSequenceClassification.from_pretrained(bundled, num_labels=2, output_hidden_states=True)
     assert model.config.id2label[1] == "good"
 

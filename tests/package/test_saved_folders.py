@@ -31,6 +31,7 @@ from snnk_peft.digests import content_faults, open_tensors
 from snnk_peft.errors import ConfigError
 from snnk_peft.heads.statistics import HeadStatistics
 from snnk_peft.planning.result import Plan
+from tests.by_hand import edit_json
 from tests.fresh_process import run_python
 from tests.mutate_folders import IDS, Folders, _by_code_file, exchange, logits
 from tests.tensor_sizes import LargestTensor
@@ -148,9 +149,7 @@ def test_shards_and_their_index_belong_to_one_save(folders, tmp_path):
 def test_a_config_without_digests_beside_weights_with_them_is_told(kind, folders, tmp_path, caplog):
     made(kind, folders).save_pretrained(tmp_path)
     weights, config = weights_and_config(tmp_path)
-    content = json.loads(config.read_text())
-    del content["snnk_digests"]
-    config.write_text(json.dumps(content))
+    edit_json(config)
     with caplog.at_level(logging.WARNING, "snnk_peft"):
         next(iter(doors(folders, kind, tmp_path).values()))()
     assert f"{config} carries no digest of {weights}" in caplog.text
@@ -358,13 +357,6 @@ def readers(folders: Folders, name: str, folder: Path) -> list[Callable[[], Any]
     return [lambda load=load: load(folder) for _, load in folders.doors(name)]
 
 
-def edit(path: Path, **entries: Any) -> None:
-    """Change entries; without digests, which would find the change."""
-    content = {**json.loads(path.read_text()), **entries}
-    content.pop("snnk_digests", None)
-    path.write_text(json.dumps(content))
-
-
 FILES = {
     "adapter-adapter": ["adapter_config.json", "adapter_model.safetensors"],
     "bundle-adapter": ["config.json", "model.safetensors"],
@@ -401,7 +393,7 @@ def test_jsons_that_are_none(name, text, folders, copied):
 def test_values_that_no_other_program_reads(name, value, folders, copied):
     folder = copied(name)
     path = folder / FILES[name][0]
-    edit(path, seed="PLACE")
+    edit_json(path, seed="PLACE")
     path.write_text(path.read_text().replace('"PLACE"', value))
     for read in readers(folders, name, folder):
         refused(read, "nested|bits")
@@ -439,7 +431,7 @@ def test_statistics_allocate_no_more_than_they_hold(copied):
 )
 def test_a_config_asks_for_no_more_than_the_weights_hold(name, entry, value, folders, copied):
     folder = copied(name)
-    edit(folder / "config.json", **{entry: value})
+    edit_json(folder / "config.json", **{entry: value})
     for read in readers(folders, name, folder):
         with LargestTensor(10_000_000):
             refused(read, r"config\.json|model.*safetensors")
@@ -448,8 +440,8 @@ def test_a_config_asks_for_no_more_than_the_weights_hold(name, entry, value, fol
 @pytest.mark.parametrize("door", ["Auto class", "AutoPeftModel"])
 def test_a_base_model_asks_for_no_more_than_its_weights_hold(door, folders, copied):
     folder, base = copied("adapter-adapter"), copied("plain")
-    edit(base / "config.json", num_hidden_layers=10**7)
-    edit(folder / "adapter_config.json", base_model_name_or_path=str(base))
+    edit_json(base / "config.json", num_hidden_layers=10**7)
+    edit_json(folder / "adapter_config.json", base_model_name_or_path=str(base))
     refused(lambda: dict(folders.doors("adapter-adapter"))[door](folder), r"num_hidden_layers is 10000000; the weights")
 
 
@@ -474,7 +466,7 @@ def test_sizes_of_a_plan_have_limits(folders, copied):
     path = next(path for path, spec in plan["modules"].items() if spec["kind"] == "linear")
     for size in (10**10, 10**30):
         plan["modules"][path] |= {"in": size, "out": size}
-        edit(folder / "config.json", snnk_plan=plan)
+        edit_json(folder / "config.json", snnk_plan=plan)
         for load in (AutoModelForSequenceClassification.from_pretrained, _by_code_file):
             refused(lambda load=load: load(folder), "expected an integer >= 1|bits")
 
@@ -496,13 +488,10 @@ def test_an_adapter_is_compared_by_shape_before_its_values_are_read(folders, cop
 
 def test_plans_carry_digests(folders, copied, caplog):
     folder = copied("plan")
-    content = json.loads((folder / "plan.json").read_text())
-    content["config"]["parts"][0]["num_features"] = 7
-    (folder / "plan.json").write_text(json.dumps(content))
+    edit_json(folder / "plan.json", lambda content: content["config"]["parts"][0].update(num_features=7), signed=True)
     with pytest.raises(ConfigError, match=r"config\.parts is .*, which is not what was saved"):
         Plan.load(folder)
-    del content["snnk_digests"]
-    (folder / "plan.json").write_text(json.dumps(content))
+    edit_json(folder / "plan.json")
     assert Plan.load(folder).config.parts[0].num_features == 7
     assert "plan.json carries no digests" in caplog.text
 
@@ -510,7 +499,7 @@ def test_plans_carry_digests(folders, copied, caplog):
 @pytest.mark.parametrize(("entry", "value"), [("id2label", 3), ("label2id", [1]), ("auto_map", {"AutoConfig": True})])
 def test_entries_that_people_may_edit_are_what_transformers_takes_them_for(entry, value, folders, copied):
     folder = copied("bundle-adapter")
-    edit(folder / "config.json", **{entry: value})
+    edit_json(folder / "config.json", **{entry: value})
     refused(lambda: AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=False), entry)
 
 
@@ -524,33 +513,31 @@ def test_a_plan_of_other_kinds_of_entries(tmp_path, name, value):
     plan = Plan(config=config, of="macs", budget=0.5, **told)
     plan.save(tmp_path, picture=False)
     assert Plan.load(tmp_path).budget == 0.5
-    content = json.loads((tmp_path / "plan.json").read_text())
-    del content["snnk_digests"]  # with them, any change is refused
-    (tmp_path / "plan.json").write_text(json.dumps({**content, name: value}))
+    edit_json(tmp_path / "plan.json", **{name: value})
     with pytest.raises(ConfigError, match=name):
         Plan.load(tmp_path)
 
 
-def test_a_base_that_is_no_more_where_it_was(tmp_path):
+@pytest.fixture
+def beside_its_base(tmp_path):
+    """A folder "a", the adapter of a model in the folder "base"."""
     tiny("bert").save_pretrained(tmp_path / "base")
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     config = SNNKConfig(adapter=AdapterPart(num_features=4), task_type="SEQ_CLS")
     get_snnk_model(base, config).save_pretrained(tmp_path / "a")
-    (tmp_path / "base").rename(tmp_path / "elsewhere")
+    return tmp_path
+
+
+def test_a_base_that_is_no_more_where_it_was(beside_its_base):
+    (beside_its_base / "base").rename(beside_its_base / "elsewhere")
     with pytest.raises(ConfigError, match=r"base_model_name_or_path is .*which is not there; .*PeftModel\.from_pre"):
-        peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "a")
+        peft.AutoPeftModelForSequenceClassification.from_pretrained(beside_its_base / "a")
 
 
 @pytest.mark.parametrize("kind", [float("inf"), ["SNNK"], "SNNQ", None])
-def test_a_method_that_is_none(tmp_path, kind):
-    tiny("bert").save_pretrained(tmp_path / "base")
-    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    config = SNNKConfig(adapter=AdapterPart(num_features=4), task_type="SEQ_CLS")
-    get_snnk_model(base, config).save_pretrained(tmp_path / "a")
-    content = json.loads((tmp_path / "a/adapter_config.json").read_text())
-    del content["snnk_digests"]
-    (tmp_path / "a/adapter_config.json").write_text(json.dumps({**content, "peft_type": kind}))
+def test_a_method_that_is_none(beside_its_base, kind):
+    edit_json(beside_its_base / "a/adapter_config.json", peft_type=kind)
     with pytest.raises(ConfigError, match="peft_type is"):
-        peft.AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "a")
+        peft.AutoPeftModelForSequenceClassification.from_pretrained(beside_its_base / "a")
     with pytest.raises(ConfigError, match="peft_type is"):
-        peft.PeftModel.from_pretrained(tiny("bert"), tmp_path / "a")
+        peft.PeftModel.from_pretrained(tiny("bert"), beside_its_base / "a")
