@@ -9,6 +9,7 @@ import torch
 
 from snnk_peft import (
     COMPONENTS,
+    FAMILIES,
     PROJECTIONS,
     AdapterPart,
     AttentionPart,
@@ -51,6 +52,20 @@ PAIRS = [
     if COMPONENTS[component].fits(PROJECTIONS[projection])
     and not (component in ("urf", "cos") and not PROJECTIONS[projection].uniform)
 ]
+
+
+def takes(family: str, fields: dict[str, Any]) -> bool:
+    """Whether a classifier of `CLASSIFIERS` (tiny_models.py) has a place for these parts."""
+    spec, parts = FAMILIES[family], [*(fields.get(name) for name in ("adapter", "ffn")), *fields.get("parts", [])]
+    placements = {getattr(part, "placement", None) for part in parts}
+    kinds = {type(part) for part in parts}
+    gated = spec.gated and (FFNPart in kinds or "parallel" in placements)
+    fused = spec.query is None and ("query_value" in placements or NarrowHeadsPart in kinds)
+    pooler = "pooler" not in fields or spec.pooler is not None or bool(spec.pooled_heads)
+    mean = MeanPoolingPart not in kinds or family not in ("deit", "modernbert", "vit")
+    attention = fields.get("attention")
+    refitted = attention is not None and attention.projection == "centroids" and spec.attention_out is None
+    return not gated and not fused and pooler and mean and not refitted
 
 
 def pair(component: str, projection: str) -> FeatureMap:

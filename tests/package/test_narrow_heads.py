@@ -23,9 +23,8 @@ from snnk_peft import (
 )
 from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.solvers.narrow import narrow_products, narrow_values
-from tests.elsewhere import check_elsewhere, save_known
 from tests.tiny_families import CONFIGS, build, main_head
-from tests.tiny_models import inputs_for, tiny, trained
+from tests.tiny_models import inputs_for, logits, tiny, trained
 
 
 def narrow(model: nn.Module, **options) -> peft.PeftModel:
@@ -53,19 +52,12 @@ def batches(model: nn.Module, count: int = 8) -> list[dict[str, torch.Tensor]]:
     """Batches with padding of sentences (or pictures) that lie in few directions, as real ones do."""
     found = []
     for number in range(count):
-        generator, batch = torch.Generator().manual_seed(number), inputs_for(model, 8, 12)
-        if "input_ids" in batch:
-            batch["input_ids"] = torch.randint(3, 100, batch["input_ids"].shape, generator=generator)
-        else:
+        batch, generator = inputs_for(model, 8, 12, seed=number), torch.Generator().manual_seed(number)
+        if "pixel_values" in batch:
             base = torch.randn(5, 3 * 64, generator=torch.Generator().manual_seed(9))
             batch["pixel_values"] = (torch.randn(8, 5, generator=generator) @ base).view(8, 3, 8, 8)
         found.append(batch)
     return found
-
-
-def logits(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(**batch).logits
 
 
 @pytest.mark.parametrize("white", [True, False])
@@ -189,23 +181,6 @@ def test_every_family_that_names_its_keys(family):
     model = build(family, main_head(family))
     folded = bundle(trained(narrow(model, head_dim=3), 0.2))  # compares the outputs
     assert folded.num_parameters() < model.num_parameters()
-
-
-def test_adapter_folder_and_a_fresh_process(tmp_path):
-    """Bundles of texts and pictures load without the package; the adapter loads onto the base model."""
-    folders = []
-    for family in ("bert", "vit"):
-        patched = trained(narrow(tiny(family)), 0.2)
-        batch = batches(patched, 1)[0]
-        expected = logits(patched, batch)
-        patched.save_pretrained(tmp_path / family / "adapter")
-        config = SNNKConfig.from_pretrained(tmp_path / family / "adapter")
-        assert config.parts == [NarrowHeadsPart(head_dim=6)]
-        again = peft.PeftModel.from_pretrained(tiny(family), tmp_path / family / "adapter")
-        assert torch.equal(logits(again, batch), expected)
-        folders.append(save_known(bundle(patched), batch, tmp_path / family / "bundle", expected))
-    for package in (True, False):
-        check_elsewhere(*folders, package=package)
 
 
 @pytest.mark.parametrize(

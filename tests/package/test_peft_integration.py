@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +24,8 @@ from snnk_peft.errors import ConfigError, UnsupportedError
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.layers.slots import Retrained
 from snnk_peft.tuner.slot_layer import SlotLayer
+from tests.by_hand import edit_json
+from tests.every_part import takes
 from tests.tiny_models import CLASSIFIERS, SIZES, inputs_for, same, tiny
 
 # PEFT's own methods ask transformers by a deprecated name.
@@ -56,7 +57,7 @@ def build(family: str, bare: bool = False, **changes: Any) -> nn.Module:
 
 def inputs(family: str, rows: int = 2) -> dict[str, torch.Tensor]:
     read = "pixel_values" if family in ("vit", "deit") else "input_ids"
-    return inputs_for(SimpleNamespace(main_input_name=read), rows, 6)
+    return inputs_for(SimpleNamespace(main_input_name=read, config=SimpleNamespace(vocab_size=100)), rows, 6)
 
 
 def output(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -93,14 +94,7 @@ def wrappers(model: nn.Module) -> list[str]:
     return [n for n, m in model.named_modules() if isinstance(m, (SlotLayer, ModulesToSaveWrapper))]
 
 
-def supports(family: str, part: str) -> bool:
-    gated = FAMILIES[family].gated and part in ("parallel", "ffn", "ffn-drawn", "everything")
-    fused = FAMILIES[family].query is None and part == "query_value"
-    pooler = FAMILIES[family].pooler is not None or FAMILIES[family].pooled_heads
-    return not gated and not fused and bool(pooler or "pooler" not in PARTS[part])
-
-
-CASES = [(f, p) for f, p in itertools.product(CLASSIFIERS, PARTS) if supports(f, p)]
+CASES = [(f, p) for f, p in itertools.product(CLASSIFIERS, PARTS) if takes(f, PARTS[p])]
 
 
 @pytest.mark.parametrize("placement", ["houlsby", "parallel", "query_value"])
@@ -460,11 +454,8 @@ class TestBadCheckpoints:
 
     def test_a_changed_config_file(self, tmp_path):
         patched("bert").save_pretrained(tmp_path)
-        path = tmp_path / "adapter_config.json"
-        content = json.loads(path.read_text())
-        content["adapter"]["num_features"] = 5
-        del content["snnk_digests"]  # with them, the change itself is named: test_loading.py
-        path.write_text(json.dumps(content))
+        # With its digests, the change itself is named: test_loading.py
+        edit_json(tmp_path / "adapter_config.json", lambda content: content["adapter"].update(num_features=5))
         refused_everywhere(build("bert"), tmp_path, r"has shape \(4, 32\); the model needs \(5, 32\)")
 
     @pytest.mark.parametrize("part", ["houlsby", "parallel", "ffn-drawn", "pooler"])
@@ -491,10 +482,7 @@ class TestBadCheckpoints:
 
     def test_a_changed_seed(self, tmp_path):
         patched("bert", save_projection=False).save_pretrained(tmp_path)
-        path = tmp_path / "adapter_config.json"
-        content = json.loads(path.read_text())
-        del content["snnk_digests"]  # with them, the change itself is named: test_loading.py
-        path.write_text(json.dumps(content | {"seed": 1}))
+        edit_json(tmp_path / "adapter_config.json", seed=1)
         refused_everywhere(build("bert"), tmp_path, "seed 1")
 
 
