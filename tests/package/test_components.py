@@ -22,14 +22,10 @@ from snnk_peft.functional.exponential import optimal_a
 from snnk_peft.functional.trigonometric_fit import ACTIVATIONS, fit_trigonometric
 from snnk_peft.layers.feature_stage import FeatureStage
 from snnk_peft.projections import base as package
+from tests.sampling import vectors
 from tests.trigonometric_atom import atom_phi, atom_psi
 
 F64 = torch.float64
-
-
-def vectors(*shape: int, length: float) -> torch.Tensor:
-    v = torch.randn(*shape, dtype=F64)
-    return v / v.norm(dim=-1, keepdim=True) * length
 
 
 def products(name: str, x: torch.Tensor, y: torch.Tensor, m: int, projection: str = "gaussian", stats=None, **params):

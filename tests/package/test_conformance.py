@@ -32,6 +32,7 @@ from snnk_peft.parts import PARTS
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.registry import Registry
+from tests.sampling import within_standard_errors
 
 # Parameters worth a case of their own, beside every member's defaults.
 VARIANTS: dict[str, list[dict[str, Any]]] = {
@@ -411,11 +412,7 @@ def check_unbiased(pair, dim, m):
     # Exponentials and products of long vectors have heavy tails: only many draws know their own standard error.
     x, y = pairs(dim, length=0.7)
     draws = 1500 if pair.component_params == {"order": 2} or pair.projection == "pmodel" else 300
-    samples = estimates(pair, x, y, m, draws)
-    exact = exact_kernel(pair, x, y, m)
-    error = (samples.mean(0) - exact).abs()
-    tolerance = 5 * samples.std(0) / samples.shape[0] ** 0.5
-    assert (error <= tolerance + 1e-12).all(), (error / tolerance).tolist()
+    within_standard_errors(estimates(pair, x, y, m, draws), exact_kernel(pair, x, y, m))
 
 
 @pytest.mark.filterwarnings("ignore::snnk_peft.errors.NumericalWarning")

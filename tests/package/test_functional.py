@@ -19,14 +19,10 @@ from snnk_peft.functional.gauss_hermite import (
 )
 from snnk_peft.functional.nonlinearity import NONLINEARITIES, dual_moment, nonlinearity, relu_similarity
 from snnk_peft.layers.snnk_linear import fold_linear
+from tests.sampling import within_standard_errors
 
 F64 = torch.float64
 gelu = nn.functional.gelu
-
-
-def within_standard_errors(samples: torch.Tensor, expected: torch.Tensor, bound: float = 5.0) -> None:
-    error = (samples.mean(0) - expected).abs()
-    assert (error <= bound * samples.std(0) / math.sqrt(len(samples)) + 1e-12).all(), (samples.mean(0), expected)
 
 
 # ---------------------------------------------------------------- arc-cosine

@@ -20,6 +20,7 @@ from snnk_peft.feature_map import FeatureMap, advance
 from snnk_peft.projections.base import Projection
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.base_learned import Learned
+from tests.sampling import within_standard_errors
 from tests.tiny_models import inputs_for, tiny, trained
 
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -111,8 +112,7 @@ def test_estimates_are_unbiased_at_the_start(name, params, dim, m, component):
         maps = [make(name, params, dim, m, seed=seed).double() for seed in range(300)]
         assert all(w.uniform for w in maps)
         samples = torch.stack([(f.phi(x, w).dense() * f.psi(y, w).dense()).sum(-1) for w in maps])
-    error = (samples.mean(0) - f.kernel(x, y)).abs()
-    assert (error <= 5 * samples.std(0) / len(samples) ** 0.5 + 1e-12).all()
+    within_standard_errors(samples, f.kernel(x, y))
 
 
 @pytest.mark.parametrize("learn", ["S", "SGB"])
@@ -282,8 +282,7 @@ def test_gmm_estimates_its_kernel(covariance, components):
     for m in (2 * components, 2 * components + 1):
         small = [mixture(covariance, components, m, seed=seed) for seed in range(1500)]
         samples = torch.stack([cosine_kernel(w, x, y) for w in small])
-        error = (samples.mean(0) - small[0].kernel(x, y)).abs()
-        assert (error < 5 * samples.std(0) / len(samples) ** 0.5).all()
+        within_standard_errors(samples, small[0].kernel(x, y))
 
 
 def test_gmm_shares_of_the_rows():
@@ -304,8 +303,7 @@ def test_gmm_through_components():
     y[2:] = -x[2:]  # where x + y = 0, phases that do not cancel would show most
     matrices = [mixture("full", 3, 12, seed=seed) for seed in range(1500)]
     samples = torch.stack([(f.phi(x, w).dense() * f.psi(y, w).dense()).sum(-1) for w in matrices])
-    error = (samples.mean(0) - w.kernel(x, y) / 2).abs()
-    assert (error < 5 * samples.std(0) / len(samples) ** 0.5).all()
+    within_standard_errors(samples, w.kernel(x, y) / 2)
 
 
 @torch.no_grad()

@@ -18,19 +18,9 @@ from snnk_peft.functional.exponential import optimal_a
 from snnk_peft.functional.random_numbers import chi_quantile, paired_lengths, stratified_lengths
 from snnk_peft.projections.base_drawn import site_generator
 from snnk_peft.projections.dct import cosine_matrix, cosine_transform
+from tests.sampling import vectors, within_standard_errors
 
 F64 = torch.float64
-
-
-def vectors(*shape: int, length: float) -> torch.Tensor:
-    v = torch.randn(*shape, dtype=F64)
-    return v / v.norm(dim=-1, keepdim=True) * length
-
-
-def within(samples: torch.Tensor, exact: torch.Tensor) -> None:
-    """The mean over the first axis is the exact value, within five standard errors."""
-    limit = 5 * samples.std(0) / len(samples) ** 0.5 + 1e-12
-    assert ((samples.mean(0) - exact).abs() <= limit).all(), ((samples.mean(0) - exact) / limit).tolist()
 
 
 # --- coupled norms (Reid et al. 2024) -------------------------------------------------------------------------------
@@ -87,7 +77,7 @@ def test_paired_norms_lower_the_variance_of_estimates(blocks, function):
     sign = 1 if function is torch.cosh else -1
     samples = {norms: function(rows @ v.T).mean(-2) for norms, rows in blocks.items()}
     for estimates in samples.values():
-        within(estimates, torch.tensor(math.exp(sign * 0.25 / 2)))
+        within_standard_errors(estimates, torch.tensor(math.exp(sign * 0.25 / 2)))
     squares = {norms: (s - s.mean(0)).square().mean(1) for norms, s in samples.items()}
     uncertainty = sum((s.std() / s.mean()).square() / len(s) for s in squares.values()) ** 0.5
     ratio = squares["chi_pairs"].mean() / squares["chi"].mean()
@@ -152,7 +142,7 @@ def test_polysketch_kernel_of_the_tree(degree, r):
     samples = torch.stack([(fm.phi(x).dense() * fm.psi(y).dense()).sum(-1) for fm in maps])
     # The tails of degree 16 are so heavy that 3000 draws do not know their own standard error.
     if degree == 8:
-        within(samples, maps[0].kernel(x, y))
+        within_standard_errors(samples, maps[0].kernel(x, y))
     assert (samples >= 0).all()
 
     def sketch(v, rows, mixing):
@@ -236,7 +226,7 @@ def test_learned_mixtures_estimate_their_kernel(covariance, components, kernel):
                 exact[i] += (exponent - power * (x[i] @ sigma @ x[i] + y[i] @ sigma @ y[i])).exp() / (2 * components)
     torch.testing.assert_close(maps[0].kernel(x, y), exact, rtol=1e-10, atol=1e-12)
     samples = torch.stack([(fm.phi(x).dense() * fm.psi(y).dense()).sum(-1) for fm in maps])
-    within(samples, exact)
+    within_standard_errors(samples, exact)
     rows, found = maps[0].projection.materialize(), maps[0].phi(x).dense()
     for i, row in itertools.product(range(4), range(len(rows))):  # feature by feature
         c = row % (2 * components) % components
@@ -327,11 +317,11 @@ def test_dct_rows_have_the_moments_of_gaussian_ones_up_to_the_third():
         [PROJECTIONS["dct"](dim, m, rounds=1, seed=seed).weight.double() for seed in range(draws)]
     ).unbind(1)
     for rows in (drawn[0], drawn[-1]):  # the last one of a block that is cut
-        within(rows, torch.zeros(dim, dtype=F64))
-        within(rows.unsqueeze(-1) * rows.unsqueeze(-2), torch.eye(dim, dtype=F64))
-        within(torch.einsum("na,nb,nc->nabc", rows, rows, rows), torch.zeros(dim, dim, dim, dtype=F64))
+        within_standard_errors(rows, torch.zeros(dim, dtype=F64))
+        within_standard_errors(rows.unsqueeze(-1) * rows.unsqueeze(-2), torch.eye(dim, dtype=F64))
+        within_standard_errors(torch.einsum("na,nb,nc->nabc", rows, rows, rows), torch.zeros(dim, dim, dim, dtype=F64))
         assert stats.kstest(rows.norm(dim=1).numpy(), stats.chi(dim).cdf).pvalue > 1e-3
-        within(rows.pow(4), dim * (dim + 2) * fourth)
+        within_standard_errors(rows.pow(4), dim * (dim + 2) * fourth)
 
 
 def test_polysketch_tree_by_all_signs_and_gauss_hermite_nodes():
