@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from glue_files import write_task
+from data_files import write_task
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (

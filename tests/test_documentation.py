@@ -17,8 +17,8 @@ from pathlib import Path
 
 import data
 import pytest
+from data_files import sentences, write_task
 from datasets import Dataset
-from glue_files import sentences, write_task
 from image_layouts import class_folders, draw
 from peft import PeftModel
 from recipe_world import write_world

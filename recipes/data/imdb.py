@@ -93,7 +93,7 @@ def _of_files(path: Path, parts: Collection[str]) -> Mapping[str, list[Review]]:
     """Read the reviews of these parts from the official files."""
     if not path.exists():
         raise ConfigError(f"data_dir {path} does not exist; expected the official files, aclImdb or its archive")
-    reviews, missing = review_files(path, parts)
+    reviews, missing = data_files(path, parts)
     found: dict[str, list[Review]] = {part: [] for part in parts}
     faults = []
     for part, label, name, content in reviews:
@@ -106,7 +106,7 @@ def _of_files(path: Path, parts: Collection[str]) -> Mapping[str, list[Review]]:
     return found
 
 
-def review_files(path: Path, parts: Collection[str]) -> tuple[list[tuple[str, int, str, bytes]], list[str]]:
+def data_files(path: Path, parts: Collection[str]) -> tuple[list[tuple[str, int, str, bytes]], list[str]]:
     """Return (part, class id, name, content) of each review of these parts, and a list of what is missing.
 
     Args:

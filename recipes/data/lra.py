@@ -23,7 +23,7 @@ from data import TASKS, Sequences, SequenceTask, TsvLayout
 from data._tsv import read_tsv
 from data.base_sequence import byte_tokens, with_validation
 from data.cifar import CIFAR10, PIXELS, SIDE
-from data.imdb import review_files
+from data.imdb import data_files
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import Images
 from snnk_peft.tasks._files import MAX_FAULTS, capped
@@ -37,7 +37,7 @@ PAIRS = {split: f"new_aan_pairs.{name}.tsv" for split, name in (("train",) * 2, 
 def read_reviews(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
     """Read the splits of the official files; the archive is unpacked once, in memory."""
     assert path is not None
-    reviews, missing = review_files(path, {"train" if split == "validation" else split for split in wanted})
+    reviews, missing = data_files(path, {"train" if split == "validation" else split for split in wanted})
     faults = [f"{path}: {name} is empty; expected a review" for _, _, name, text in reviews if not text] + missing
     examples = ((part, label, byte_tokens(text, TEXT_LENGTH)) for part, label, _, text in reviews)
     found = with_validation(examples, HELD_OUT_EVERY)

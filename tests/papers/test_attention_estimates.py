@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from glue_files import write_task
+from data_files import write_task
 from papers.lib.estimates_page import beats
 from recipe_world import RECIPES, write_world
 from transformers import AutoModel, GPT2Config, GPT2Model

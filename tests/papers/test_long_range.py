@@ -19,6 +19,7 @@ import yaml
 from data import TASKS, Sequences
 from data._listops_trees import WORDS, draw_expressions
 from data.listops import FILES, expressions, write_listops
+from data_files import write_reviews
 from papers import study
 from papers.lib.lra_model import build_classifier
 from papers.lib.lra_settings import AttentionMethod, LongRangeConfig, LongRangeModel, LongRangeTrain
@@ -27,7 +28,6 @@ from papers.pages import lra as lra_page
 from papers.programs import train_lra
 from papers.programs import write_listops as write_listops_recipe
 from recipe_world import RECIPES, last_weights, same_tensors
-from review_files import write_reviews
 
 from snnk_cli import checkpoint as checkpoints
 from snnk_cli.config import load_config

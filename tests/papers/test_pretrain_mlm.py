@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from data_files import sentences, write_task
 from fresh_process import run_python
-from glue_files import sentences, write_task
 from papers import study
 from papers.lib.masked_model import build_masked, with_attention
 from papers.lib.masked_text import SPECIAL, MaskedWindows, read_texts, train_tokenizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from column_files import write_columns
+from data_files import write_columns
 from fresh_process import run_python
 from papers import study
 from papers.lib.study import load

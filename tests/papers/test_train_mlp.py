@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from column_files import write_columns
 from data import TASKS, columns
+from data_files import write_columns
 from papers.lib.mlp import Perceptron, equal_rank
 from papers.programs import train_mlp
 from papers.programs.train_mlp import columns_of, standard

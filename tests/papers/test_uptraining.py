@@ -12,8 +12,8 @@ from typing import Any
 import finetune
 import pytest
 import torch
+from data_files import write_task
 from fresh_process import run_python
-from glue_files import write_task
 from papers import study
 from papers.lib.study import load
 from papers.pages import uptraining as uptraining_page

@@ -36,8 +36,8 @@ from transformers import (
     ViTImageProcessorPil,
 )
 
+from tests.data_files import write_task
 from tests.fresh_process import run_python
-from tests.glue_files import write_task
 from tests.recipe_world import write_decoder, write_world
 from tests.tiny_families import build, main_head
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from column_files import write_columns
 from data import TASKS, columns
+from data_files import write_columns
 
 from snnk_peft.errors import ConfigError
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from data import TASKS
-from glue_files import write_task
+from data_files import write_task
 from recipe_world import reset_accelerate, save_classifier, write_decoder
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline

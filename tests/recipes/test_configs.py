@@ -16,9 +16,8 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from column_files import write_columns
 from data import TASKS
-from glue_files import sentences, write_task
+from data_files import sentences, write_columns, write_reviews, write_task
 from lib.finetuning import Finetuning
 from lib.head_fitting import FitHead
 from papers.lib.cifar_resnet import CifarResNet
@@ -34,7 +33,6 @@ from papers.programs import (
     write_listops,
 )
 from recipe_world import RECIPES, save_classifier, write_world
-from review_files import write_reviews
 from safetensors.torch import save_file
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 

@@ -19,7 +19,7 @@ import huggingface_hub
 import pytest
 import torch
 from data import TASKS
-from glue_files import write_task
+from data_files import write_task
 from recipe_world import RECIPES, reset_accelerate, same_tensors, save_classifier, write_world
 from safetensors.torch import load_file
 from torch import nn

@@ -21,7 +21,7 @@ import score
 import torch
 from accelerate import Accelerator
 from data import TASKS
-from glue_files import write_task
+from data_files import write_task
 from lib.finetuning import Finetuning
 from lib.training_rows import WeightedExamples, balanced_weights, held_back_rows, matched_threshold
 from recipe_world import RECIPES, program_file, same_tensors, scored, write_settings, write_world

@@ -12,7 +12,7 @@ import fit_head
 import pytest
 import torch
 import yaml
-from glue_files import write_task
+from data_files import write_task
 from lib.head_fitting import FitHead
 from recipe_world import RECIPES, reset_accelerate, write_world
 from safetensors.torch import load_file

@@ -22,8 +22,8 @@ from lib.quickstart import Row, film_corpus, load_corpus
 from snnk_peft.errors import ConfigError
 from snnk_peft.tasks import stdlib_docs as docs
 from snnk_peft.tasks.stdlib_docs import is_prose, read_module, without, words
+from tests.data_files import made_up_rows, source_distribution, write_archive
 from tests.fresh_process import run_python
-from tests.review_files import made_up_rows, source_distribution, write_archive
 
 Halves = tuple[list[docs.Sentence], list[docs.Sentence]]
 

@@ -12,7 +12,7 @@ from data import TASKS, imdb
 from data import film_reviews as films
 
 from snnk_peft.errors import ConfigError
-from tests.review_files import made_up_rows, source_distribution, tar, write_archive, write_reviews
+from tests.data_files import made_up_rows, source_distribution, tar, write_archive, write_reviews
 
 ROWS = (
     "1\t2.5\tA film  to be seen   twice.\r\n"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from data import TASKS, ColumnsTask, SequenceTask, TaskSpec, TsvLayout
-from glue_files import FOLDERS, HEADERS, write_task
+from data_files import FOLDERS, HEADERS, write_task
 from recipe_world import faults_of
 
 from snnk_peft.errors import ConfigError

@@ -48,9 +48,8 @@ from _peers.blocks import Batch, model_inputs
 from torch import nn
 
 from _conversions import finetuned
-from _conversions.curve_points import REFERENCE, Make, points
+from _conversions.curve_points import ORIGINAL, REFERENCE, ROUNDED, Make, Speeds, points
 from _conversions.finetuned import FineTuned, timed
-from _conversions.speeds import ORIGINAL, ROUNDED, Speeds
 from snnk_cli.exporting import ExportedFile
 from snnk_cli.files import read_json, write_json
 from snnk_cli.lock import hold

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+from _bench import alternate, ratio
 from _peers import distilling, fisher_pruning, modegpt
 from _peers.blocks import Batch, Cost, model_inputs
 from torch import nn
@@ -22,6 +24,40 @@ BUDGETS = ("1.5x", "2x", "2.5x", "3x")
 SHARES = (0.8, 0.55, 0.42)  # heads alone cost .351
 LAYERS = (4, 3, 2)
 REFERENCE = "plan 2x"  # its seconds are the time limit of distillation
+
+
+ORIGINAL, ROUNDED = "original", "original int8"
+
+
+class Speeds:
+    """Seconds of forward passes, in as many rounds as requested.
+
+    Args:
+        models: functions of model inputs by name, including ORIGINAL and ROUNDED, in eval mode.
+        inputs: the inputs to time them on.
+        repetitions: passes per round.
+    """
+
+    def __init__(self, models: Mapping[str, Callable[..., Any]], inputs: Batch, repetitions: int):
+        self.runs = {name: partial(model, **inputs) for name, model in models.items()}
+        self.repetitions = repetitions
+        self.seconds: dict[str, list[float]] = {name: [] for name in models}
+
+    @torch.inference_mode()
+    def add_round(self) -> None:
+        """Time each model for one more round."""
+        for name, more in alternate(self.runs, self.repetitions).items():
+            self.seconds[name] += more
+
+    def original(self) -> float:
+        """Return the seconds of the original's fastest pass."""
+        return min(self.seconds[ORIGINAL])
+
+    def speed_up(self, name: str, of_rounded: float | None = None) -> float:
+        """Return the speed-up of a model over the original; for one in int8, pass that of ROUNDED."""
+        if of_rounded is None:
+            return self.original() / min(self.seconds[name])
+        return of_rounded * ratio(self.seconds[ROUNDED], self.seconds[name])
 
 
 def converted(teacher: nn.Module, batches: Sequence[Batch], seed: int, **how: Any) -> nn.Module:

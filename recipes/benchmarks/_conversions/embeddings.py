@@ -33,8 +33,8 @@ from data import TASKS
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from _conversions.curve_points import ORIGINAL, ROUNDED, Speeds
 from _conversions.finetuned import timed
-from _conversions.speeds import ORIGINAL, ROUNDED, Speeds
 from snnk_cli.files import read_json
 from snnk_cli.plots import make_axes, store
 from snnk_peft import convert

@@ -26,9 +26,8 @@ from snnk_peft.options import documented, option
 from snnk_peft.parts import PARTS
 from snnk_peft.parts.attention.cache import release_recurrent_cache
 from snnk_peft.parts.attention.fit import HeadsReader
-from snnk_peft.parts.attention.rotary import rotary_of
 from snnk_peft.parts.attention.slots import Attend, FittedAttend
-from snnk_peft.parts.attention.supported import check_attention, near_field_faults
+from snnk_peft.parts.attention.supported import check_attention, near_field_faults, rotary_of
 from snnk_peft.parts.base import FeaturePart, Part, Patch, PatchContext, resolve_layers
 from snnk_peft.projections import PROJECTIONS
 from snnk_peft.registry import did_you_mean
