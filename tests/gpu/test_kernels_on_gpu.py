@@ -12,7 +12,7 @@ from snnk_peft.functional.exponential_attention import KeyMeans
 from snnk_peft.functional.exponential_causal import causal_exponential_attention
 from snnk_peft.functional.log_linear import LogLinear
 from snnk_peft.layers.kernel_attention import KernelAttention
-from tests import linear_oracle
+from tests import linear_oracle, near_oracle
 from tests.exponential_oracle import CASES, TOLERANCE, check, compare, dense, error, given
 from tests.package.test_adapter_step import adapter_of, errors
 
@@ -29,7 +29,7 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def _on_a_card(device):
     if device != "cuda":
-        pytest.skip("tests/package/test_triton_kernels.py runs the same in Triton's interpreter")
+        pytest.skip("tests/package/test_triton_*.py run the same in Triton's interpreter")
 
 
 @pytest.mark.parametrize(
@@ -137,3 +137,33 @@ def test_steps_of_adapters(component, normalize, rows, dtype, device, monkeypatc
     expected = errors(adapter, component, x, None, run)
     assert form_that_ran("adapter_sum") == "torch"
     assert all(a < 1.2 * b for a, b in zip(off, expected, strict=True)), (off, expected)
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+NEAR_CASES = [
+    *(("bf16", case, 64) for case in ("plain", "masked, grouped", "width 1", "two far", "large")),
+    ("bf16", "odd sizes", None),
+    *((dtype, case, columns) for dtype in DTYPES for case, columns in (("apart", 64), ("far, masked", 128))),
+    ("bf16", "behind others", 64),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize(("dtype", "case", "columns"), NEAR_CASES)
+def test_near_attention(dtype, case, columns, causal, device):
+    if "behind" in near_oracle.CASES[case] and not causal:
+        pytest.skip("behind other keys a text is causal")
+    more = {"L": 600} if columns is None else {"L": 600, "d": columns, "D": columns}
+    broad = (
+        {} if "ramp" in near_oracle.CASES[case] else {"width": 100}
+    )  # so far apart, others than the nearest keys count nothing
+    tensors, facts = near_oracle.given(DTYPES[dtype], **{**broad, **near_oracle.CASES[case], **more})
+    there = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in facts.items()}
+    own = [x.to(device) for x in tensors]
+    torch.manual_seed(1)
+    report = near_oracle.compare(own, there, causal)
+    assert "cuda_near" in form_that_ran("near_attention")
+    print({name: f"{value:.1e}" for name, value in report.items()})
+    near_oracle.check(report, DTYPES[dtype], case)
+    torch.manual_seed(1)
+    assert near_oracle.compare(own, there, causal) == report  # what moves from run to run is a race

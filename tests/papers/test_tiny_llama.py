@@ -1,11 +1,16 @@
-"""The recipe that trains a tiny Llama on bytes, from end to end."""
+"""The recipe that trains a tiny Llama on bytes, from end to end, and learning curves."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+from papers.lib import plots as papers_plots
 from papers.programs import tiny_llama
+
+from snnk_cli import plots
 
 
 @pytest.mark.slow
@@ -32,3 +37,37 @@ def test_the_recipe_trains_bundles_and_generates(tmp_path, capsys):
         assert tiny_llama.main(arguments) == 2
         errors = capsys.readouterr().err
         assert all(message in errors for message in messages)
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are stored."""
+    figures: list[Any] = []
+    for module in (plots, papers_plots):
+        monkeypatch.setattr(module, "store", lambda figure, file: figures.append(figure))
+    return figures
+
+
+def points(figure: Any) -> dict[str, list[float]]:
+    return {line.get_label(): list(line.get_xdata()) for axes in figure.axes for line in axes.get_lines()}
+
+
+def test_a_single_point_is_marked(drawn: list[Any], tmp_path: Path) -> None:
+    plots.learning_curve([{"step": 2, "loss": 1.0}, {"step": 2, "score": 0.5}], tmp_path / "a.png", "title")
+    assert points(drawn[0]) == {"training loss": [2], "evaluation score": [2]}
+    for axes in drawn[0].axes:
+        assert all(line.get_marker() == "o" for line in axes.get_lines())
+    rows = [{"step": step, "loss": 1.0} for step in range(99)]
+    plots.learning_curve([*rows, {"step": 98, "score": 0.5}], tmp_path / "b.png", "title")
+    assert drawn[1].axes[0].get_lines()[0].get_marker() == "None"
+
+
+@pytest.mark.parametrize("steps", [1, 13, 25])
+def test_the_curves_of_the_language_model_reach_the_last_step(
+    steps: int, drawn: list[Any], short_text: Path, tmp_path: Path
+) -> None:
+    arguments = ["--text", str(short_text), "--steps", str(steps), "--output", str(tmp_path / "run")]
+    assert tiny_llama.main(arguments) == 0
+    curves = points(drawn[0])
+    assert curves["training"] == list(range(1, steps + 1))
+    assert (curves["held out"][0], curves["held out"][-1]) == (0, steps)
