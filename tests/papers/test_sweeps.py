@@ -1,4 +1,4 @@
-"""The studies glue and snnk from runs to pages; a sweep skips what is finished, resumes the rest, and can be stopped."""
+"""The studies glue and snnk from runs to pages; a sweep skips what is finished, resumes the rest and can be stopped."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from snnk_peft import LowRankPart, SNNKConfig, calibrate, get_snnk_model
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "recipes/benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "recipes/benchmarks"
 LAYER = "bert.encoder.layer.0"
 
 
