@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from snnk_cli.timing import operations
 from snnk_peft import build_feature_map
 from snnk_peft.errors import ConfigError
 from snnk_peft.functional import blocks, exponential_causal
@@ -12,6 +13,7 @@ from snnk_peft.functional.linear_attention import causal_linear_attention, commo
 from snnk_peft.functional.near_field import banded_softmax_attention
 from snnk_peft.layers.attention_term import AttentionTerm
 from snnk_peft.layers.kernel_attention import KernelAttention, continue_attention
+from snnk_peft.parts.attention.interface import kernel_attention_forward
 from tests import near_oracle
 from tests.linear_oracle import quadratic_attention
 from tests.tensor_sizes import LargestTensor
@@ -362,3 +364,13 @@ def test_causal_attention_on_an_accelerator_takes_memory_linear_in_length():
             layer(q, q, q, causal=True)
         largest.append(seen.numel)
     assert 0 < largest[1] <= 4 * largest[0]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+def test_positions_that_nothing_reads_are_not_formed(causal):
+    """In no layer of an encoder, and not beside the one launch of a generated token."""
+    module = torch.nn.Module()
+    module.is_causal, module.snnk_kernel = causal, KernelAttention([build_feature_map("posrf", "orf", 8, 16)], 4)
+    q, k, v = (torch.randn(2, heads, 9, 8) for heads in (4, 2, 2))
+    found = operations(lambda: kernel_attention_forward(module, q, k, v, None))
+    assert not [name for name in found if "arange" in name]

@@ -133,7 +133,9 @@ def kernel_attention_forward(
     seen = seen if attention_mask is None else attention_mask.shape[1]
     window = band_width(module, kwargs, seen)
     documents = packed_documents(attention_mask, query, key, kwargs)
-    positions = token_positions(kwargs.get("position_ids"), query, seen)
+    # Only a joint near field reads them, and recorders, which stand in for one.
+    unread = kernel is None or (isinstance(kernel, KernelAttention) and kernel.joint is None)
+    positions = None if unread else token_positions(kwargs.get("position_ids"), query, seen)
     if kernel is not None:
         refuse_narrow_band(module, kernel.near_field, window, seen)
         if causal and attention_mask is None and documents is None:
