@@ -71,7 +71,7 @@ def _value(name: str, value: Any) -> list[str]:
 def _examples(texts: Path | None, table: Path | None, images: Path | None, file: str) -> list[str]:
     """Return the settings of task and data for these options."""
     if table is not None and images is not None:
-        raise typer.BadParameter("--table and --images are two data sets; expected one of them")
+        raise typer.BadParameter("--table and --images are both given; expected one of them")
     task = "table" if table is not None else "image_folder" if images is not None else None
     return [
         *_value("task", task),
@@ -207,9 +207,9 @@ def score(
     given = [*_value("task", task), *_examples(None, table, images, "eval_file"), *(settings or [])]
     results: list[dict[str, Any]] = []
     if texts is not None and (table is not None or images is not None or task is not None):
-        raise typer.BadParameter("--texts score a language model, and have no labels; expected no other examples")
+        raise typer.BadParameter("--texts scores a language model, without labels; expected no other examples")
     if texts is None and beside is not None:
-        raise typer.BadParameter("--beside goes with --texts")
+        raise typer.BadParameter("--beside is given without --texts; expected both or neither")
 
     def work() -> int:
         from snnk_cli.models import local_folder

@@ -94,7 +94,7 @@ def with_baseline(
                 f"blocks that fit into the inputs of every layer: {error}"
             ) from error
         elif "target_modules" in str(error) and lora.target_modules is None:
-            asked += f", and PEFT has no choice for {base.config.model_type}"
+            asked += f", and PEFT has no default for {base.config.model_type}"
         else:
             raise
         raise ConfigError(f"{asked}; expected names among {', '.join(sorted(found))}") from error
@@ -160,7 +160,7 @@ def query_value_names(model: PreTrainedModel) -> list[str] | None:
         return None
     if family is None or family.query is None or family.value is None:
         raise ConfigError(
-            f"method.lora.target_modules is null, and PEFT has no choice for {model.config.model_type}; expected a "
+            f"method.lora.target_modules is null, and PEFT has no default for {model.config.model_type}; expected a "
             "list of module names"
         )
     return [name.rpartition(".")[2] for name in (family.query, family.value)]
@@ -210,7 +210,7 @@ def start_at_prior(model: PreTrainedModel, labels: torch.Tensor) -> None:
     head = head_with_bias(model)
     if head is None:
         raise ConfigError(
-            f"method.head_bias is prior, and {type(model).__name__} has no Linear with {model.config.num_labels} "
+            f"method.head_bias is prior, but {type(model).__name__} has no Linear with {model.config.num_labels} "
             "outputs and a bias; set method.head_bias=auto"
         )
     with torch.no_grad():

@@ -147,11 +147,11 @@ def _damage(checkpoint: Path) -> list[str]:
     for name in sorted(entries.keys() & present):
         path, entry = checkpoint / name, entries[name]
         if not path.is_file():
-            faults.append(f"{path} is no file")
+            faults.append(f"{path} is not a file")
         elif (size := path.stat().st_size) != entry["bytes"]:
-            faults.append(f"{path} has {size} bytes, expected {entry['bytes']}: it was cut or extended")
+            faults.append(f"{path} has {size} bytes, expected {entry['bytes']}: it was truncated or extended")
         elif sha256(path) != entry["sha256"]:
-            faults.append(f"{path} does not have the sha256 that its manifest gives: its content was altered")
+            faults.append(f"{path} does not match the sha256 in its manifest: its content was changed")
     return faults
 
 
@@ -178,8 +178,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: expected step, processes, identity and run{_alternative(checkpoint)}")
     if f"step-{state['step']:07d}" != checkpoint.name or run.get("step") != state["step"]:
         raise ConfigError(
-            f"{file} is the state after step {state['step']}, and its folder is {checkpoint.name}: it was renamed or "
-            f"put together{_alternative(checkpoint)}"
+            f"{file} is the state after step {state['step']}, but its folder is {checkpoint.name}: it was renamed or "
+            f"assembled from parts of others{_alternative(checkpoint)}"
         )
     return state
 
@@ -223,8 +223,9 @@ def load_checkpoint(
         )
     if before["batch"] != identity["batch"]:
         changed.append(
-            f"{checkpoint} was saved with {before['batch']} examples per forward pass over all processes; now they are "
-            f"{identity['batch']}, {identity['batch'] // world} in each of {world}. {_divided(before['batch'], world)}"
+            f"{checkpoint} was saved with {before['batch']} examples per forward pass over all processes; now there "
+            f"are {identity['batch']}, {identity['batch'] // world} in each of {world}. "
+            f"{_divided(before['batch'], world)}"
         )
     if changed:
         raise ConfigError(changed)
@@ -237,7 +238,7 @@ def load_checkpoint(
     for key, value in moments.items():
         name, _, kind = key.rpartition("/")
         if name not in trained or (value.dim() > 0 and value.shape != trained[name].shape):
-            raise MisfitError(f"{checkpoint}: optimizer state {key!r} fits no trained parameter of this model")
+            raise MisfitError(f"{checkpoint}: optimizer state {key!r} matches no trained parameter of this model")
         per_parameter.setdefault(name, {})[kind] = value
     generators: tuple[dict[str, torch.Tensor], Any] | None = None
     if state["processes"] == world:
@@ -271,7 +272,7 @@ def _divided(batch: int, world: int) -> str:
     if batch % world == 0:
         return f"Continue with train.batch_size={batch // world}"
     fitting = [number for number in range(1, batch + 1) if batch % number == 0]
-    return f"{world} processes do not divide {batch}: continue with {', '.join(map(str, fitting))} of them"
+    return f"{world} processes cannot split {batch} evenly: continue with {', '.join(map(str, fitting))} processes"
 
 
 def prune(folder: Path, keep: int, best: str | None) -> None:

@@ -73,7 +73,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise ConfigError(f"{path}: expected sections such as `train:` at the top, found {type(given).__name__}")
+        raise ConfigError(f"{path}: expected sections such as `train:` at the top level, found {type(given).__name__}")
     return given
 
 

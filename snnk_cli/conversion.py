@@ -84,8 +84,8 @@ def of_task(teacher: nn.Module, data: Data, config: ConvertConfig, accelerator: 
     settings, world = config.convert, accelerator.num_processes
     if settings.budget is not None and world > 1:
         raise ConfigError(
-            f"convert.budget is {settings.budget} and there are {world} processes; expected one to plan. Convert "
-            "in one process, and give the parts of its plan.json as convert.parts to several"
+            f"convert.budget is {settings.budget} and there are {world} processes; expected one process for planning. "
+            "Convert in one process, then give the parts in its plan.json as convert.parts to several"
         )
     shares = _shares(data, config, world)[accelerator.process_index :: world]
     batches = [data.train.batch(indices, accelerator.device) for indices in shares]

@@ -129,7 +129,7 @@ class UptrainSection(TrainSection):
     def check(self) -> list[str]:
         """Check that at least one loss has a weight."""
         if self.epochs and not self.labels + self.logits + self.layers:
-            return ["labels, logits and layers are 0; expected a weight above 0 for one of them, or epochs=0"]
+            return ["labels, logits and layers are all 0; expected a weight above 0 for at least one, or epochs=0"]
         return []
 
 
@@ -171,13 +171,13 @@ class ConvertConfig:
                 faults.append(f"data.splits is {self.data.splits}, but there is no task; leave it out, or give one")
             if self.train.epochs:
                 faults.append(
-                    f"train.epochs is {self.train.epochs}, but there is no task; texts alone bring the model nearer to "
-                    "the original by convert.recover=SECONDS"
+                    f"train.epochs is {self.train.epochs}, but there is no task; with texts alone, "
+                    "convert.recover=SECONDS trains the model towards the original"
                 )
         else:
             alone = {"quality": self.convert.quality, "cache": self.convert.cache, "int8": self.convert.int8}
             faults += [
-                f"convert.{name} is {value}, and task {self.task}; expected data.texts alone for that"
+                f"convert.{name} is {value} with task {self.task}; expected data.texts alone for that"
                 for name, value in alone.items()
                 if value
             ]
@@ -186,7 +186,7 @@ class ConvertConfig:
             data = replace(self.data, text=None, text_pair=None) if named else self.data
             faults += task_faults(self.task, data)
         if not faults and self.task is not None and self.data.texts and task_modality(self.task) != "text":
-            faults.append(f"data.texts is given, but the examples of task {self.task} are no texts; leave it out")
+            faults.append(f"data.texts is given, but the examples of task {self.task} are not texts; leave it out")
         if self.data.texts is not None and self.train.labels:
             faults.append(
                 f"train.labels is {self.train.labels}, but data.texts have no labels; expected 0, or training on the "

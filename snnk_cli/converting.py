@@ -91,7 +91,7 @@ class Converting(Experiment[ConvertConfig]):
         if resumed:
             patched = restored(self.teacher, Path(config.output.dir), config.train.seed)
         else:
-            accelerator.print("what each layer saves and costs is measured, and what is replaced is fitted")
+            accelerator.print("measuring what each layer saves and costs, and fitting what is replaced")
             # A copy, because the patched model shares its tensors and training would change them.
             pipeline = of_task(copy.deepcopy(self.teacher), data, config, accelerator)
             self.conversion = converted(pipeline, config)
@@ -222,10 +222,10 @@ class Converting(Experiment[ConvertConfig]):
         ]
         near = "  ".join(f"{name} {value:.4f}" for name, value in figures["agreement"]["mean"].items())
         count = sum(len(part) for part in done.data.splits.values())
-        few = ", too few to tell a percent" if count < FEW else ""
+        few = ", too few to resolve one percent" if count < FEW else ""
         lines = [
             *grid(["model", *columns], rows),
-            f"with the original, on {count:,} examples{few}: {near}; {figures['speed_up']:.2f} x its speed "
+            f"compared with the original on {count:,} examples{few}: {near}; {figures['speed_up']:.2f} x its speed "
             f"({figures['timed']}); converted in {figures['conversion_seconds']:.0f} s; the model is in "
             f"{done.folder / 'bundle'}",
         ]

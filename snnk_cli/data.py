@@ -155,7 +155,7 @@ class Examples(ExampleSet):
 def check_not_empty(rows: Sized) -> None:
     """Raise a ConfigError if the split has no examples."""
     if len(rows) == 0:
-        raise ConfigError("the data hold no example; expected at least one row per split")
+        raise ConfigError("the data contain no examples; expected at least one row per split")
 
 
 def digest(labels: bytes, columns: Iterable[tuple[str, Sequence[np.ndarray]]], dtype: type[np.integer[Any]]) -> str:
@@ -178,7 +178,7 @@ def _at_first_tokens(encoded: Any, labels: Sequence[Sequence[int]]) -> list[np.n
         found.append(np.asarray([of_words[word] if new else IGNORED for word, new in zip(words, first, strict=True)]))
         if all(found[-1] == IGNORED):
             raise ConfigError(
-                f"example {row} of the data: the tokenizer makes no token of its words; leave the row out"
+                f"example {row} of the data: the tokenizer produces no tokens from its words; leave the row out"
             )
     return found
 

@@ -49,9 +49,9 @@ def resamplable(model: torch.nn.Module) -> list[Projection]:
     if found:
         return list(found.values())
     kinds = ", ".join(sorted({type(matrix).__name__.lower() for matrix in matrices}))
-    why = f"its attention has projection {kinds}, in which nothing is a sample" if kinds else "it has softmax attention"
+    why = f"its attention has projection {kinds}, in which nothing is random" if kinds else "it has softmax attention"
     raise ConfigError(
-        f"--draws: nothing in this model can be drawn anew: {why}. Expected linear attention over random features, "
+        f"--draws: nothing in this model can be redrawn: {why}. Expected linear attention over random features, "
         "such as projection orf or gmm; leave --draws out for any other model"
     )
 

@@ -150,8 +150,8 @@ def repeat_notes(task: Any, train: Any, splits: Mapping[str, Any], labelled: boo
     number = sum(map(len, every.values()))
     if task.modality == "image" and number > MOST_IMAGES:
         return [
-            f"{number:,} images were not compared with each other (up to {MOST_IMAGES:,} are): whether some that "
-            "are scored were trained on is not known"
+            f"{number:,} images were not compared with each other (at most {MOST_IMAGES:,} are): whether any "
+            "scored image was also trained on is not known"
         ]
     keys = {name: _keys(task, rows) for name, rows in every.items()}
     found = [repeat_note(name, keys[name], "train", keys["train"]) for name in splits]

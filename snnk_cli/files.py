@@ -57,7 +57,7 @@ def file_fault(error: BaseException, path: Path | None = None) -> str | None:
     if number is None:
         return None
     where = path or getattr(error, "filename", None) or "a file"
-    remedy = _REMEDIES.get(number, "look at the path and try again")
+    remedy = _REMEDIES.get(number, "check the path and try again")
     return f"{where}: {os.strerror(number)}; {remedy}"
 
 
@@ -68,7 +68,7 @@ def check_writable(folder: Path) -> None:
         inside = "" if there == folder else f", but {there} is a file"
         raise ConfigError(f"the output folder is {folder}{inside or ', which is a file'}; expected a folder")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"the output folder is {folder}, but {there} cannot be written; choose another folder")
+        raise ConfigError(f"the output folder is {folder}, but {there} cannot be written to; choose another folder")
 
 
 @contextlib.contextmanager
@@ -175,7 +175,7 @@ def guarded(work: Callable[[], int | None]) -> int:
         if fault is None:
             raise
     except KeyboardInterrupt:
-        print("stopped by Ctrl-C; nothing unfinished was left under a final name", file=sys.stderr)
+        print("stopped by Ctrl-C; no incomplete output was left under its final name", file=sys.stderr)
         return STOPPED
     print(f"error: {fault}", file=sys.stderr)
     return 2

@@ -28,6 +28,6 @@ def push(folder: Path, repository: str, private: bool) -> str:
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{folder} is complete, but was not uploaded to {repository} ({reason}); look at output.push_to_hub or log "
-            f"in (hf auth login), then: hf upload {repository} {folder}"
+            f"{folder} is complete, but was not uploaded to {repository} ({reason}); check output.push_to_hub or log "
+            f"in (hf auth login), then run: hf upload {repository} {folder}"
         ) from error

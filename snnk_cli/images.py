@@ -176,12 +176,12 @@ class ImageExamples(ExampleSet):
             for index in range(looked_at):  # all at once, so that one round of fixes is enough
                 if index not in found:
                     self._read(index, found)
-            of = "" if looked_at == len(self) else f" (the first {looked_at:,} of {len(self):,} were looked at)"
+            of = "" if looked_at == len(self) else f" (the first {looked_at:,} of {len(self):,} were checked)"
             listed = capped([found[index] for index in sorted(found)], "unreadable")
             raise ConfigError(
                 [
                     f"{len(found)} images cannot be read{of}; expected at most {self._limit} "
-                    "(data.max_unreadable): mend or remove them",
+                    "(data.max_unreadable): repair or remove them",
                     *listed,
                 ]
             )

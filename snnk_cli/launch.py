@@ -245,22 +245,22 @@ def _restore(
     place = accelerator.device.type
     if saved.get("device", place) != place:
         accelerator.print(
-            f"note: saved on {saved['device']}, continued on {place}: dropout draws other numbers there and sums are "
-            "rounded otherwise, so the weights will not be those of an uninterrupted run"
+            f"note: saved on {saved['device']}, continued on {place}: dropout draws different numbers there and sums "
+            "are rounded differently, so the weights will not be those of an uninterrupted run"
         )
     processes = saved["processes"]
     if processes != accelerator.num_processes:
         seed_continuation(train.seed, state.step, accelerator.process_index)
         accelerator.print(
             f"note: saved with {processes} processes, continued with {accelerator.num_processes}: the batches are the "
-            "same, but their sums are taken in another order, and dropout draws anew from train.seed, step and "
+            "same, but their sums are taken in a different order, and dropout is reseeded from train.seed, step and "
             f"process; only {processes} processes give the weights of an uninterrupted run bit for bit"
         )
     before, now = saved.get("torch_threads"), torch.get_num_threads()
     if place == saved.get("device", place) == "cpu" and before != now:
         accelerator.print(
-            f"note: saved with {before} threads, continued with {now}: sums are taken in another order, so the "
-            f"weights will equal those of an uninterrupted run within rounding; OMP_NUM_THREADS={before} "
+            f"note: saved with {before} threads, continued with {now}: sums are taken in a different order, so the "
+            f"weights will equal those of an uninterrupted run up to rounding; OMP_NUM_THREADS={before} "
             "makes them equal bit for bit"
         )
     return state

@@ -93,8 +93,8 @@ def _taken(file: Path, path: Path, setting: str) -> int:
                 os.close(handle)
                 raise
             print(
-                f"note: the file system of {file.parent} has no locks ({error.strerror}); make sure that nothing else "
-                f"writes {path} meanwhile",
+                f"note: the file system of {file.parent} does not support locks ({error.strerror}); make sure that "
+                f"nothing else writes {path} meanwhile",
                 file=sys.stderr,
             )
             break

@@ -127,7 +127,7 @@ class Images(Modality):
         size = wanted[0] if not isinstance(wanted[0], int) else (wanted[0], wanted[0])
         if size is not None and tuple(size) != input_size(reader):
             raise ConfigError(
-                f"the image processor makes images of {' x '.join(map(str, input_size(reader)))} pixels; "
+                f"the image processor produces images of {' x '.join(map(str, input_size(reader)))} pixels; "
                 f"{type(model).__name__} reads {' x '.join(map(str, size))} (config.image_size): set `size` in its "
                 "preprocessor_config.json"
             )
@@ -157,7 +157,7 @@ def load_tokenizer(folder: str, task: Any = None) -> PreTrainedTokenizerBase:
     if task is None or not task.tokens:
         return tokenizer
     if not tokenizer.is_fast:
-        raise ConfigError(f"the tokenizer in {folder!r} does not say which word a token is from; expected a fast one")
+        raise ConfigError(f"the tokenizer in {folder!r} does not map tokens to words; expected a fast tokenizer")
     # Byte-level tokenizers make the space before a word part of its token; a separate word has none.
     alone = "ByteLevel" in str(tokenizer.backend_tokenizer.pre_tokenizer)
     return (

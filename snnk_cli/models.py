@@ -109,8 +109,8 @@ def name_padding(model: PreTrainedModel, folder: str) -> None:
     if token is None:
         raise ConfigError(
             f"neither the config of {folder!r} nor its tokenizer names a padding token, and {type(model).__name__} "
-            "reads the last token that is none; expected pad_token_id in its config.json, or pad_token or eos_token "
-            "in its tokenizer_config.json"
+            "reads the last token that is not padding; expected pad_token_id in its config.json, or pad_token or "
+            "eos_token in its tokenizer_config.json"
         )
     for config in (model.config, model.config.get_text_config()):
         config.pad_token_id = token
@@ -197,7 +197,7 @@ def dropout_settings(folder: str, probability: float | None) -> dict[str, float]
     found = {key for key, value in known.items() if "drop" in key and type(value) in (int, float)}
     if not found:
         raise ConfigError(
-            f"train.dropout is {probability}; the configuration of {folder!r} has no entry for dropout: leave it out"
+            f"train.dropout is {probability}, but the configuration of {folder!r} has no entry for it; leave it out"
         )
     return dict.fromkeys(sorted(found), probability)
 
@@ -297,8 +297,8 @@ def encoder_layers(bare: Any, cut: int) -> list[torch.nn.Module]:
     count = family.config_of(bare).num_hidden_layers
     if len(layers) != count:
         raise UnsupportedError(
-            f"method.cut is {cut}, and the {count} layers of {type(bare).__name__} share {len(layers)} sets of "
-            "weights; expected a model with weights for each layer. Leave method.cut out"
+            f"method.cut is {cut}, but the {count} layers of {type(bare).__name__} share {len(layers)} sets of "
+            "weights; expected a model whose layers each have their own. Leave method.cut out"
         )
     if cut > count:
         raise ConfigError(f"method.cut is {cut}; {type(bare).__name__} has {count} layers")
@@ -337,7 +337,7 @@ def with_wide_head(base: PreTrainedModel, task: Any) -> PreTrainedModel:
     columns = task.text_columns if task.modality == "text" else ()
     if "words" in columns:
         raise ConfigError(
-            "method.head is wide, which gives one answer per example, and every word of this task has a "
+            "method.head is wide, which gives one answer per example, but every word of this task has a "
             "label; set method.head=own"
         )
     layers = base.config.get_text_config().num_hidden_layers
@@ -396,7 +396,7 @@ def load_by_class(folder: Path) -> Any:
 
     if (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"{folder} holds an adapter, which does not say what it was trained on; give a bundle of it, or --task"
+            f"{folder} holds an adapter, which does not record what it was trained on; give a bundle of it, or --task"
         )
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json; expected a run, an adapter, a bundle or a model")

@@ -58,7 +58,7 @@ def launcher_faults(device: str, cpu: bool, setting: str = "train.device") -> li
     faults = []
     if launched_by_accelerate() and not _asked_for("USE_CPU") and device != "cpu" and not torch.cuda.is_available():
         faults.append(
-            f"accelerate launch asked for GPUs, and torch {torch.__version__} finds none on this machine; take "
+            f"accelerate launch asked for GPUs, but torch {torch.__version__} finds none on this machine; use "
             f"recipes/accelerate/cpu.yaml, or add {setting}=cpu as the command in multi_cpu.yaml does"
         )
     if not cpu and local > cards:
@@ -68,7 +68,7 @@ def launcher_faults(device: str, cpu: bool, setting: str = "train.device") -> li
         )
     if _asked_for("USE_DEEPSPEED"):
         faults.append(
-            "the profile asks for DeepSpeed, whose partitions the checkpoints of the recipes do not hold; take "
+            "the profile asks for DeepSpeed, whose partitions the recipes' checkpoints do not hold; use "
             "recipes/accelerate/fsdp2.yaml instead"
         )
     if _asked_for("USE_FSDP") and os.environ.get("FSDP_VERSION") != "2":
@@ -175,6 +175,6 @@ def lost_process(error: RuntimeError) -> str | None:
     if not lost or not dist.is_initialized():
         return None
     return (
-        f"process {dist.get_rank()} of {dist.get_world_size()} can no longer reach another one, which was killed or "
-        f"failed; the launcher names it with its exit code ({first})"
+        f"process {dist.get_rank()} of {dist.get_world_size()} can no longer reach another process, which was killed "
+        f"or failed; the launcher says which one, with its exit code ({first})"
     )

@@ -231,20 +231,20 @@ def check_checkpoint(checkpoint: Path, config: Any, records: Sequence[str]) -> N
     best = state["run"].get("best")
     named = checkpoint if best is None else checkpoint.with_name(f"step-{best['step']:07d}")
     if not named.is_dir():
-        raise ConfigError(f"{checkpoint} names {named.name} as the best one, and that is gone; put it back")
+        raise ConfigError(f"{checkpoint} names {named.name} as the best one, but that is missing; put it back")
     faults = []
     for other in dict.fromkeys((checkpoint, named)):
         found = state if other == checkpoint else read_state(other)
         faults += _strange_settings(other, found, config)
         if found["identity"] != state["identity"]:
-            faults.append(f"{other} was saved with other data or batches than {checkpoint.name}")
+            faults.append(f"{other} and {checkpoint.name} were saved with different data or batches")
     folder, known = checkpoint.parent.parent, state.get("records") or {}
     for name in records:
         file = folder / name
         if not file.is_file():
-            faults.append(f"{file} is missing, which {checkpoint.name} goes with")
+            faults.append(f"{file} is missing; {checkpoint.name} was saved with it")
         elif name in known and sha256(file) != known[name]:
-            faults.append(f"{file} is not the file that {checkpoint.name} was saved with: it was altered or exchanged")
+            faults.append(f"{file} is not the file that {checkpoint.name} was saved with: it was changed or replaced")
     if faults:
         advice = "Put back what belongs to this run, or start it again with --overwrite"
         raise ConfigError([*faults[:-1], f"{faults[-1]}. {advice}"])
@@ -259,7 +259,7 @@ def _strange_settings(checkpoint: Path, state: Mapping[str, Any], config: Any) -
     except (ConfigError, yaml.YAMLError, AttributeError, TypeError, ValueError) as error:
         raise refusal(checkpoint.parent.parent, [f"{checkpoint / 'state.json'}: {error}"]) from error
     return [
-        f"{checkpoint} is of another run: {key} was {before!r} there and is {now!r} here"
+        f"{checkpoint} belongs to another run: {key} was {before!r} there and is {now!r} here"
         for key, before, now in changes(stored, config)
     ]
 

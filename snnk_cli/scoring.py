@@ -74,7 +74,7 @@ def score_folder(
     """
     quiet()
     if draws is not None and draws < 2:
-        raise ConfigError(f"--draws is {draws}; expected 2 or more, of which there is a deviation")
+        raise ConfigError(f"--draws is {draws}; expected 2 or more, for a standard deviation")
     check_is_folder(folder)
     run = settings_of(folder)
     if output is not None:
@@ -100,7 +100,7 @@ def result_of(folder: Path) -> Path:
 def check_is_folder(folder: Path) -> None:
     """Raise a ConfigError if `folder` is not a folder."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; expected a run, an adapter, a bundle or a model")
+        raise ConfigError(f"{folder} is not a folder; expected a run, an adapter, a bundle or a model")
 
 
 def _score(output: Path | None, folder: Path, subject: Subject, draws: int | None, draws_seed: int) -> dict[str, Any]:
@@ -196,7 +196,10 @@ def _known_rows(run: FinetuneConfig, task: Any, splits: Mapping[str, Any]) -> li
         own = find_task(run)
         train = own.load(run.data.dir, max_samples=limits, seed=run.train.seed)["train"]
     except ConfigError as error:
-        return [f"whether the model was trained on these rows is not known, its own cannot be read: {error.faults[0]}"]
+        return [
+            "whether the model was trained on these rows is not known; its training data cannot be read: "
+            f"{error.faults[0]}"
+        ]
     return repeat_notes(task, train, splits, labelled=False)
 
 

@@ -209,15 +209,15 @@ class MethodSection(PoolingSection):
         faults = self._head_faults()
         if self.pooling == "mean":
             faults.append(
-                f"pooling is mean, and method {self.name} leaves what the pooler reads as it is; set method.name=snnk, "
+                f"pooling is mean, but method {self.name} does not change what the pooler reads; set method.name=snnk, "
                 "with pooler=dense to train the pooler as it is"
             )
         if isinstance(self.pooler, dict):
-            faults.append(f"pooler is a PoolerPart, which method {self.name} has no use for; set method.name=snnk")
+            faults.append(f"pooler is a PoolerPart, which method {self.name} does not use; set method.name=snnk")
         if self.calibrate:
             faults.append(f"calibrate is true; method {self.name} has no replaced layer to fit: set it to false")
         if self.train_base:
-            faults.append(f"train_base is true; method {self.name} decides itself what is trained: set it to false")
+            faults.append(f"train_base is true; method {self.name} itself decides what is trained: set it to false")
         return faults
 
     def _head_faults(self) -> list[str]:
@@ -225,7 +225,7 @@ class MethodSection(PoolingSection):
             return ["cut is set, and PEFT's IA3Config takes no layers; choose another method.name, or leave cut out"]
         if self.head == "own" or self.pooler == "frozen" or self.name == "full":
             return []
-        return ["head is wide, which reads no pooler, and pooler is not frozen; set one of them to its default"]
+        return ["head is wide, which does not use the pooler, but pooler is not frozen; set one of them to its default"]
 
     def snnk_config(self, task_type: str | None = "SEQ_CLS", **arguments: Any) -> SNNKConfig:
         """Return the SNNKConfig of the parts described here; raise ConfigError with all their faults."""
@@ -315,7 +315,9 @@ class FinetuneTrain(TrainSection):
         """Check that a threshold is only chosen if examples are held back."""
         if not self.choose_threshold or self.choose_share is not None:
             return []
-        return ["choose_threshold is true and choose_share null; set choose_share, such as 0.1: it is chosen on those"]
+        return [
+            "choose_threshold is true and choose_share null; set the share to choose it on, such as choose_share=0.1"
+        ]
 
 
 @dataclass
@@ -359,7 +361,7 @@ class FinetuneConfig:
         whole = getattr(self.method, "train_base", False)  # fit_head.py has a method section of its own
         if whole and self.output.save_model and not self.output.bundle:
             faults.append(
-                "output.bundle is false with method.train_base, of which nothing else is saved; set it to true, or "
+                "output.bundle is false with method.train_base, for which nothing else is saved; set it to true, or "
                 "output.save_model to false"
             )
         if getattr(self.output, "cost", False) and getattr(self.method, "head", "own") == "wide":
@@ -369,13 +371,13 @@ class FinetuneConfig:
         given = self.augment.given
         if given and getattr(self.method, "cut", None) is not None:
             faults.append(
-                f"augment.{given[0]} is {getattr(self.augment, given[0])!r} with method.cut, for which the first "
-                "layers see every image once; leave one of them out"
+                f"augment.{given[0]} is {getattr(self.augment, given[0])!r} with method.cut, with which the first "
+                "layers see every image only once; leave one of them out"
             )
         if faults or task_modality(self.task) == "image":
             return faults
         return [
-            f"augment.{name} is {getattr(self.augment, name)!r}, but the examples of task {self.task} are no images; "
+            f"augment.{name} is {getattr(self.augment, name)!r}, but the examples of task {self.task} are not images; "
             "leave it out"
             for name in self.augment.given
         ]

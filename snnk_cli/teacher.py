@@ -32,7 +32,7 @@ def load_teacher(name_or_path: str, task: Any) -> tuple[PreTrainedModel, Any]:
         raise ConfigError(f"no classifier could be read from {folder!r}{nowhere(folder)}: {error}") from error
     if fresh := sorted(report["missing_keys"]):
         raise ConfigError(
-            f"model.name_or_path is {name_or_path}: no fine-tuned classifier, it has no {', '.join(fresh[:4])}; "
+            f"model.name_or_path is {name_or_path}: not a fine-tuned classifier (it has no {', '.join(fresh[:4])}); "
             "fine-tune it first. An encoder for embeddings needs no task: give data.texts alone"
         )
     return model.eval(), modality.reader(folder, task)
@@ -63,7 +63,7 @@ def _label_fault(config: Any, task: Any) -> str | None:
         return None
     return (
         f"its labels are {', '.join(mine)}; task {task.name} has {', '.join(theirs)}. Expected the same order: give "
-        "the examples as task=table with data.labels in the order of the model"
+        "the examples as task=table with data.labels in the model's order"
     )
 
 

@@ -105,7 +105,7 @@ def test_settings_that_lose_the_trained_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"output.bundle is false with method.train_base"):
         load_config(FinetuneConfig, None, [*given, "output.bundle=false"])
     assert load_config(FinetuneConfig, None, [*given, "output.bundle=false", "output.save_model=false"])
-    with pytest.raises(ConfigError, match="train_base is true; method lora decides itself"):
+    with pytest.raises(ConfigError, match="train_base is true; method lora itself decides"):
         load_config(FinetuneConfig, None, [*given, "method.name=lora"])
 
 

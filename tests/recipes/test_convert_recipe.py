@@ -367,10 +367,10 @@ def test_settings_faults() -> None:
         ([], "task and data.texts are missing"),
         (["task=rtee"], "did you mean 'rte'"),
         (["task=rte", "data.texts=x.txt", "train.labels=1"], "data.texts have no labels"),
-        (["task=digits", "data.texts=x.txt"], "are no texts"),
+        (["task=digits", "data.texts=x.txt"], "are not texts"),
         (["task=rte", "train.epochs=1", "train.logits=0"], "expected a weight above 0"),
         (["task=rte", "convert.ffn=null"], "no part given"),
-        (["data.texts=x.txt", "train.epochs=1"], "by convert.recover=SECONDS"),
+        (["data.texts=x.txt", "train.epochs=1"], "convert.recover=SECONDS trains the model"),
         (["task=rte", "convert.quality=0.9"], "expected data.texts alone"),
         (["data.texts=x.txt", "convert.quality=0.9", "convert.budget=2x"], "expected one of them"),
         (["task=rte", "convert.cache=0.1"], "expected data.texts alone"),
@@ -385,7 +385,7 @@ def test_settings_faults() -> None:
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        (["model.name_or_path=WORLD/bert"], "no fine-tuned classifier, it has no classifier.bias"),
+        (["model.name_or_path=WORLD/bert"], "not a fine-tuned classifier (it has no classifier.bias"),
         (["model.name_or_path=WORLD/stsb"], "it has 1 outputs; expected 2"),
         (["model.name_or_path=WORLD/nowhere"], "no such folder"),
         (["model.name_or_path=WORLD/swapped"], "Expected the same order"),

@@ -173,7 +173,7 @@ def test_another_number_of_processes_continues(world: Path, one: Path, tmp_path:
     assert done.returncode == 0, done.stderr
     arguments = [*settings(world, run), "--resume", "--checkpoint", "step-0000002"]
     output = run_two(arguments, code=2)
-    assert "saved with 8 examples per forward pass over all processes; now they are 16, 8 in each of 2" in output
+    assert "saved with 8 examples per forward pass over all processes; now there are 16, 8 in each of 2" in output
     assert "Continue with train.batch_size=4" in output
     output = run_two([*arguments, "train.batch_size=4"])
     assert "note: saved with 1 processes, continued with 2: the batches are the same" in output
@@ -181,7 +181,7 @@ def test_another_number_of_processes_continues(world: Path, one: Path, tmp_path:
     arguments = [*settings(world, run), "--resume", "--checkpoint", "step-0000004", "train.batch_size=3"]
     done = run_processes([PROGRAM, *arguments], count=3, env=environment())
     assert [code for code, _ in done] == [2, 2, 2]
-    assert "3 processes do not divide 8: continue with 1, 2, 4, 8 of them" in done[0][1]
+    assert "3 processes cannot split 8 evenly: continue with 1, 2, 4, 8 processes" in done[0][1]
 
 
 def test_a_process_that_dies_takes_the_run_down(world: Path, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_process_that_dies_takes_the_run_down(world: Path, tmp_path: Path) -> 
     text = (tmp_path / "output").read_text()
     assert code == 1, text
     assert time.monotonic() - started < 60
-    assert "error: process 0 of 2 can no longer reach another one, which was killed or failed" in text
+    assert "error: process 0 of 2 can no longer reach another process, which was killed or failed" in text
     assert "Signal 9 (SIGKILL)" in text
     assert "accelerate launch --config_file PROFILE recipes/finetune.py" in text
     verify(last(run))
@@ -296,7 +296,7 @@ def test_a_profile_for_gpus_says_what_to_do_where_there_are_none(world: Path, tm
 @pytest.mark.parametrize(
     ("variables", "message"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "asks for DeepSpeed.*take recipes/accelerate/fsdp2.yaml instead"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "asks for DeepSpeed.*use recipes/accelerate/fsdp2.yaml instead"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP 1; expected fsdp_version: 2"),
         ({**FSDP2, "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}, "every process starts its SNNK layers; set it to false"),
         ({"LOCAL_WORLD_SIZE": "3"}, "3 processes were started on this machine, which has . GPUs"),

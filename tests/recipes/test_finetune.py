@@ -127,7 +127,7 @@ def test_all_faults_of_a_file_are_listed_at_once(tmp_path: Path) -> None:
         (["method.name=lora", "method.calibrate=true"], "has no replaced layer to fit"),
         (
             ["augment.mixup=0.5", "method.name=full"],
-            "augment.mixup is 0.5, but .* task rte are no images",
+            "augment.mixup is 0.5, but .* task rte are not images",
         ),
     ],
 )
@@ -431,7 +431,7 @@ def test_the_threshold_gives_each_class_as_often_as_it_occurs() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ((), "choose_share null; set choose_share"),
+        ((), "choose_share null; set the share to choose it on, such as choose_share=0.1"),
         (("train.choose_share=0.1", "task=stsb"), "task stsb has numbers; expected two classes"),
         (("train.choose_share=0.1", "task=mnli"), "task mnli has 3 classes; expected two classes"),
         (("train.choose_share=0.1", "output.cost=true", "method.head=wide"), "which it does not count"),
@@ -590,7 +590,7 @@ def test_evaluation_refuses_what_does_not_fit(world: Path, tmp_path: Path, capsy
     assert finetune.main(settings(world, tmp_path / "lora", *changes, method="lora")) == 0
     capsys.readouterr()
     for arguments, message in (
-        ([str(tmp_path / "nowhere"), "--task", "rte", data], "is no folder"),
+        ([str(tmp_path / "nowhere"), "--task", "rte", data], "is not a folder"),
         ([str(world / "glue"), "--task", "rte", data], "expected a run (config.yaml)"),
         ([str(run / "model"), data], "task is missing"),
         ([str(run / "model"), "--task", "mnli", data], "has 2 outputs; the task has 3 labels"),
@@ -602,7 +602,7 @@ def test_evaluation_refuses_what_does_not_fit(world: Path, tmp_path: Path, capsy
     weights = run / "checkpoints/step-0000009/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])
     assert score.main([str(run)]) == 2
-    assert "it was cut or extended" in capsys.readouterr().err
+    assert "it was truncated or extended" in capsys.readouterr().err
 
 
 def test_an_adapter_folder_is_no_base_model(world: Path, tmp_path: Path) -> None:

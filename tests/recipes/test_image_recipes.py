@@ -428,7 +428,7 @@ def test_wrong_settings_are_refused_with_the_remedy(
     AutoModelForImageClassification.from_pretrained(vit).save_pretrained(large)
     assert "no image processor could be read" in refused(f"model.name_or_path={large}")
     Processor(size={"height": 16, "width": 16}).save_pretrained(large)
-    assert "makes images of 16 x 16 pixels; ViTForImageClassification reads 8 x 8" in refused(
+    assert "produces images of 16 x 16 pixels; ViTForImageClassification reads 8 x 8" in refused(
         f"model.name_or_path={large}"
     )
     Processor(size={"height": SIZE, "width": SIZE}, image_mean=[0.5], image_std=[0.5]).save_pretrained(large)

@@ -67,7 +67,7 @@ def test_folders_that_are_not_there_are_named(here: Path, capsys: pytest.Capture
         (bundle, ["run.yaml"], "run.yaml is a file; expected a run"),
         (bundle, ["empty", *task], "empty: expected a run (config.yaml), an adapter (adapter_config.json) or a model"),
         (bundle, ["orphan", *task], "base_model_name_or_path in orphan/adapter_config.json is /gone/bert: no such"),
-        (score, ["/nope", "--task", "rte"], "/nope is no folder"),
+        (score, ["/nope", "--task", "rte"], "/nope is not a folder"),
         (finetune, ["run.yaml", "model.name_or_path=/nope"], "model.name_or_path is /nope: no such folder; expected a"),
         (finetune, ["run.yaml", "model.name_or_path=./nope"], "model.name_or_path is ./nope: no such folder"),
         (finetune, ["run.yaml", "model.name_or_path=run.yaml/x"], "there is no such folder in"),
@@ -95,7 +95,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_the_work(
     assert "the output folder is file, which is a file; expected a folder" in capsys.readouterr().err
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root, who runs tests in containers, may do anything
     assert finetune.main(["run.yaml"]) == 2
-    assert f"the output folder is runs/one, but {here} cannot be written; choose another" in capsys.readouterr().err
+    assert f"the output folder is runs/one, but {here} cannot be written to; choose another" in capsys.readouterr().err
     assert write_listops.main(["--output", "new"]) == 2
     assert "the output folder is new" in capsys.readouterr().err
 

@@ -53,7 +53,7 @@ def test_numbers_trained_and_the_start(name: str, options: dict[str, Any], numbe
 
 
 def test_an_architecture_for_which_peft_has_no_choice() -> None:
-    with pytest.raises(ConfigError, match=r"PEFT has no choice for esm; expected names among .*query.*value"):
+    with pytest.raises(ConfigError, match=r"PEFT has no default for esm; expected names among .*query.*value"):
         build_model(build("esm", "EsmForSequenceClassification"), MethodSection("ia3"), 0, None)
 
 

@@ -287,10 +287,10 @@ def test_a_checkpoint_of_another_model_changes_nothing(runs: Path) -> None:
 def test_a_checkpoint_of_another_seed_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The newest one, and the best one, which must be there."""
     place = newest("stopped")
-    best, message = best_of(place), "is of another run: train.seed was 7 there and is 0 here"
+    best, message = best_of(place), "belongs to another run: train.seed was 7 there and is 0 here"
     assert best != place
     kept = best.rename("kept")
-    refused(capsys, f"names {best.name} as the best one, and that is gone; put it back")
+    refused(capsys, f"names {best.name} as the best one, but that is missing; put it back")
     shutil.copytree(Path("seed/checkpoints") / best.name, best)
     refused(capsys, f"{best} {message}")
     for program in (score, bundle):  # they read the best one
@@ -304,7 +304,7 @@ def test_a_checkpoint_of_another_seed_is_refused(here: Path, capsys: pytest.Capt
 
 def test_a_renamed_checkpoint_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     newest("stopped").rename("stopped/checkpoints/step-0000008")
-    refused(capsys, "is the state after step 6, and its folder is step-0000008")
+    refused(capsys, "is the state after step 6, but its folder is step-0000008")
 
 
 @pytest.mark.parametrize(
@@ -410,10 +410,10 @@ def test_records_that_a_continuation_reads_are_those_of_its_checkpoint(
     assert fit_head.main([*given, "--resume"]) == 2
     error = capsys.readouterr().err
     for name in ("statistics.safetensors", "head.json"):
-        assert f"run/{name} is not the file that step-0000000 was saved with: it was altered or exchanged" in error
+        assert f"run/{name} is not the file that step-0000000 was saved with: it was changed or replaced" in error
     Path("run/head.json").unlink()
     assert fit_head.main([*given, "--resume"]) == 2
-    assert "run/head.json is missing, which step-0000000 goes with" in capsys.readouterr().err
+    assert "run/head.json is missing; step-0000000 was saved with it" in capsys.readouterr().err
     for name, value in kept.items():
         Path(name).write_bytes(value)
     assert fit_head.main([*given, "--resume"]) == 0

@@ -149,7 +149,7 @@ def test_a_recipe_reads_what_its_checkpoint_was_trained_on(
 def test_peers_that_cannot_are_refused(method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = [f"method.name={method}", "method.pooling=mean", f"output.dir={tmp_path / 'run'}"]
     assert finetune.main([COLA, *given]) == 2
-    assert "method.pooling is mean, and method" in capsys.readouterr().err
+    assert "method.pooling is mean, but method" in capsys.readouterr().err
 
 
 def test_frozen_poolers_read_what_they_read() -> None:
