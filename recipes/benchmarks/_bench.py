@@ -85,7 +85,7 @@ def peak_of_process(work: Callable[..., Any], *arguments: Any) -> tuple[int, int
             break
         except Empty:
             if process.exitcode:
-                raise SystemExit(f"the process that was to be measured ended with code {process.exitcode}") from None
+                raise SystemExit(f"the measured process ended with exit code {process.exitcode}") from None
     process.join()
     return int(before), int(grown)
 

@@ -54,7 +54,7 @@ PAIRS = {
     "resnet": {"resnet": "safetensors file of a CIFAR ResNet", "cifar10": "folder or archive of CIFAR-10"},
     "efficientnet": {
         "efficientnet": "file that convert_efficientnet_lite.py wrote",
-        "imagenet": "folder with pictures in folders",
+        "imagenet": "folder with images in folders",
     },
     "heads": {"sst2": "folder of a BERT fine-tuned on SST-2", "glue": "folder that holds SST-2/{train,dev}.tsv"},
 }
@@ -227,7 +227,7 @@ def efficientnet(weights: Path, data: Path, asked: argparse.Namespace) -> Study:
     """Build the study of EfficientNet-Lite0: pointwise convolutions precede a relu6 (ReLU for `function`) or a sum."""
     files = sorted(file for file in data.rglob("*") if file.suffix.lower() in (".jpeg", ".jpg", ".png"))
     if len(files) < 4:
-        raise ConfigError(f"{data} holds {len(files)} pictures in its folders; expected 4 at least, JPEG or PNG")
+        raise ConfigError(f"{data} holds {len(files)} images in its folders; expected at least 4, JPEG or PNG")
     found = FilePictures(data, [file.relative_to(data).as_posix() for file in files])
     whole = [converted(found.open(index), 3) for index in range(len(found))]
     cropped = [ImageOps.fit(picture, (256, 256)).crop((16, 16, 240, 240)) for picture in whole]
@@ -310,9 +310,9 @@ def main() -> None:
     paths = {name: [getattr(arguments, option) for option in given] for name, given in PAIRS.items()}
     for name, given in paths.items():
         if any(given) and not all(given):
-            options.error(f"{name} needs both of " + " and ".join(f"--{option}" for option in PAIRS[name]))
+            options.error(f"{name} needs both " + " and ".join(f"--{option}" for option in PAIRS[name]))
     if not any(map(any, paths.values())):
-        options.error("nothing to compress; give the two options of one study at least")
+        options.error("nothing to compress; give both options of at least one study")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 

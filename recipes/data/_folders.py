@@ -85,9 +85,7 @@ def _of_archive(path: Path, wanted: re.Pattern[str]) -> Iterator[tuple[re.Match[
                 if match and stream is not None:
                     total += member.size  # a header may claim any size, even for a sparse file
                     if total > LARGEST:
-                        raise ValueError(
-                            f"{member.name} of {member.size:,} bytes makes the files more than {LARGEST:,}"
-                        )
+                        raise ValueError(f"{member.name} of {member.size:,} bytes takes the files beyond {LARGEST:,}")
                     yield match, stream.read()
             while content.read(1 << 20):
                 pass  # the checksum of the archive is at its end

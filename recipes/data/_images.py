@@ -133,7 +133,7 @@ class HubPictures(Pictures):
     def _content(self, index: int) -> bytes:
         stored = self._dataset[index][self._column]
         if stored is None:
-            raise ValueError("the row holds no picture")
+            raise ValueError("the row has no image")
         content: bytes | None = stored["bytes"]
         return read_bytes(Path(stored["path"]), LARGEST) if content is None else content
 
@@ -166,7 +166,7 @@ def published_names(hub: HubSource, otherwise: str) -> tuple[str, ...]:
     """Return class names from the description of the data set, without the data; raise like `fetch`."""
     features = _asked(hub, "load_dataset_builder", otherwise).info.features or {}
     if (names := getattr(features.get(hub.label), "names", None)) is None:
-        raise ConfigError(f"{hub.path} does not say its classes; give data.labels, in the order of the ids")
+        raise ConfigError(f"{hub.path} does not name its classes; give data.labels, in the order of the ids")
     return tuple(dict(hub.renamed).get(name, name) for name in names)
 
 

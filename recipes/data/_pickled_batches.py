@@ -94,7 +94,7 @@ def _built(content: bytes) -> Any:
         elif name in ("SETITEM", "SETITEMS"):
             items = [stack.pop(-2), stack.pop()] if name == "SETITEM" else since_mark()
             if not all(isinstance(key, str) for key in items[::2]):  # hashing nested tuples is unbounded
-                raise TypeError("a key that is no text")
+                raise TypeError("a key that is not text")
             dict.update(stack[-1], zip(items[::2], items[1::2], strict=True))
         elif name == "TUPLE":
             stack.append(tuple(since_mark()))
@@ -114,7 +114,7 @@ def _built(content: bytes) -> Any:
         elif name == "BUILD":
             state = stack.pop()
             if not isinstance(stack[-1], _Call):
-                raise TypeError("a state for something that is no array")
+                raise TypeError("a state for something that is not an array")
             stack[-1].state = state
         elif name not in ("PROTO", "STOP"):
             raise ValueError(f"instruction {name} at byte {position}, which the official files do not have")
@@ -127,10 +127,10 @@ def _array(call: _Call) -> np.ndarray:
         raise ValueError(f"holds a {call.name}; expected an array")
     _, shape, dtype, by_columns, content = call.state
     if not isinstance(shape, tuple) or len(shape) > 4 or not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError("an array whose shape is no tuple of up to four sizes")
+        raise ValueError("an array whose shape is not a tuple of up to four sizes")
     kind = dtype.arguments[0]
     if not isinstance(kind, str):
-        raise ValueError("an array whose dtype is no text")
+        raise ValueError("an array whose dtype is not text")
     if dtype.name != _DTYPE or kind not in _BYTES:
         raise ValueError(f"an array of dtype {kind[:20]!r}; expected uint8")
     if not isinstance(content, str) or math.prod(shape) != len(content):

@@ -77,10 +77,10 @@ class ColumnsTask(Task):
         if request.path is None:
             raise ConfigError(f"task {self.name!r} needs data.dir (data_dir=...), a folder with {self.folder}")
         if not request.path.is_dir():
-            raise ConfigError(f"data_dir {request.path} is no folder; expected one with {self.folder}")
+            raise ConfigError(f"data_dir {request.path} is not a folder; expected one with {self.folder}")
         found = self.read(request.path)
         wanted = list(request.splits or self.splits)
-        if faults := [f"{request.path} holds no row of the {split} split" for split in wanted if not len(found[split])]:
+        if faults := [f"{request.path} has no rows for the {split} split" for split in wanted if not len(found[split])]:
             raise ConfigError(faults)
         return {split: found[split] for split in wanted}
 
@@ -116,7 +116,7 @@ def read_numbers(path: Path, columns: int, *, header: bool = False) -> np.ndarra
         raise ConfigError(f"{path}: {found.shape[1]} numbers in a row; expected {columns}")
     if not np.isfinite(found).all():
         row_number = int(np.flatnonzero(~np.isfinite(found).all(1))[0]) + 1 + int(header)
-        raise ConfigError(f"{path}, line {row_number}: a number is NaN or infinite; expected finite ones")
+        raise ConfigError(f"{path}, line {row_number}: a number is NaN or infinite; expected finite numbers")
     return found.reshape(-1, columns)
 
 

@@ -57,9 +57,9 @@ class TaskSpec(TextTask):
     def __post_init__(self) -> None:
         faults = [did_you_mean("metric", name, sorted(METRICS)) for name in self.metrics if name not in METRICS]
         if not self.metrics:
-            faults.append(f"metrics is empty; expected some of {', '.join(METRICS)}")
+            faults.append(f"metrics is empty; expected one or more of {', '.join(METRICS)}")
         if self.primary is not None and (not self.primary or not set(self.primary) <= set(self.metrics)):
-            faults.append(f"primary is {self.primary}; expected some of metrics {self.metrics}, or None for all")
+            faults.append(f"primary is {self.primary}; expected one or more of metrics {self.metrics}, or None for all")
         if len(self.splits) != len(self.files) or len(self.splits) < 2 or self.splits[0] != "train":
             faults.append(f"splits {self.splits}, files {self.files}: expected a file per split, train first")
         if len(self.hub_columns) != len(self.tsv.text) or len(self.hub_columns) not in (1, 2):

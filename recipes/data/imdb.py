@@ -58,7 +58,7 @@ class Imdb(TextTask):
     @property
     def source(self) -> str:
         """Description of the data set, for model cards."""
-        return f"IMDb ({HUB}), of whose training reviews a tenth validates"
+        return f"IMDb ({HUB}), with a tenth of its training reviews for validation"
 
     def _read(self, request: Request) -> datasets.DatasetDict:
         wanted = request.splits or self.splits
@@ -69,7 +69,7 @@ class Imdb(TextTask):
         held_out = len(train) // HELD_OUT
         if "validation" in wanted and not held_out:
             raise ConfigError(
-                f"{request.path or HUB} has {len(train)} training reviews, of which one in {HELD_OUT} validates; "
+                f"{request.path or HUB} has {len(train)} training reviews, one in {HELD_OUT} of them for validation; "
                 f"expected at least {HELD_OUT}"
             )
         found |= {"train": train[: len(train) - held_out], "validation": train[len(train) - held_out :]}

@@ -32,11 +32,13 @@ def read_idx(content: bytes, dimensions: int) -> np.ndarray:
     start = 4 + 4 * dimensions
     if len(content) < start or content[:4] != bytes((0, 0, 8, dimensions)):
         raise ValueError(
-            f"begins with {content[:4].hex(' ')}; expected 00 00 08 {dimensions:02x}: not such an idx file"
+            f"begins with {content[:4].hex(' ')}; expected 00 00 08 {dimensions:02x}: not an idx file of this kind"
         )
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
     if len(content) - start != math.prod(shape):
-        raise ValueError(f"{len(content) - start} values; expected {' x '.join(map(str, shape))}: the file was cut")
+        raise ValueError(
+            f"{len(content) - start} values; expected {' x '.join(map(str, shape))}: the file was truncated"
+        )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 

@@ -87,13 +87,13 @@ def sparse_sums(percent: int, length: int = LENGTH) -> SequenceTask:
     """
     if percent * length < 100 * LEAST:
         raise ConfigError(
-            f"task sparsity_{percent} was asked for with {length} positions, of which {percent * length / 100:g} are "
+            f"task sparsity_{percent} is given {length} positions, of which {percent * length / 100:g} are "
             f"relevant on average; expected at least {LEAST}: {-(-100 * LEAST // percent)} positions or more"
         )
 
     def read(path: Path | None, wanted: Mapping[str, int | None]) -> dict[str, Sequences]:
         if path is not None:
-            raise ConfigError(f"data_dir is {path}; task sparsity_{percent} makes its own data: leave it out")
+            raise ConfigError(f"data_dir is {path}; task sparsity_{percent} generates its own data: leave it out")
         return {
             split: _split(percent / 100, length, number, wanted[split], split) for number, split in _numbered(wanted)
         }

@@ -30,11 +30,11 @@ def bundle_folder(
     started = settings_of(folder)
     run = None if started is None else load_config(FinetuneConfig, started)
     if run is None and task is None:
-        raise ConfigError(f"{folder} is no run, so it does not say what it was trained on; give --task")
+        raise ConfigError(f"{folder} is not a run, so it does not record what it was trained on; give --task")
     if run is not None and overrides:
-        raise ConfigError(f"{folder} is a run, which knows its data; leave out {' '.join(overrides)}")
+        raise ConfigError(f"{folder} is a run, which records its data; leave out {' '.join(overrides)}")
     if run is None and output is None:
-        raise ConfigError("give --output: an adapter folder is no place for a bundle")
+        raise ConfigError("--output is missing; expected one, because a bundle does not belong in an adapter folder")
     output = output or folder / "bundle"
     check_writable(output.parent)
     # A run writes its own bundle at its end.

@@ -91,7 +91,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         if getattr(config.train, "class_weights", "none") != "none":
             if task.problem_type != "single_label_classification":
                 raise ConfigError(
-                    f"train.class_weights is balanced, and task {task.name} has {_has(task)}; expected a class per "
+                    f"train.class_weights is balanced, but task {task.name} has {_has(task)}; expected a class per "
                     "example: leave it out"
                 )
             examples = WeightedExamples(examples, balanced_weights(examples.labels, task.num_labels))
@@ -122,7 +122,7 @@ class Finetuning(Experiment[FinetuneConfig]):
             self.check_threshold(base, accelerator)
         if self.cut is not None and accelerator.distributed_type.value == "FSDP":
             raise ConfigError(
-                f"method.cut is {self.cut}, and the model is split among the processes (FSDP); leave it out"
+                f"method.cut is {self.cut}, but the model is sharded across processes (FSDP); leave it out"
             )
         calibration, base = None, base.to(device)
         started = time.perf_counter()
@@ -162,12 +162,12 @@ class Finetuning(Experiment[FinetuneConfig]):
         if self.task.problem_type == "single_label_classification" and labels == 2 and not sharded:
             if head_with_bias(model) is not None:
                 return
-            found = f"the head of {type(model).__name__} has no bias, which would hold it"
+            found = f"the head of {type(model).__name__} has no bias to shift"
         elif sharded:
-            found = "the model is split among the processes (FSDP)"
+            found = "the model is sharded across processes (FSDP)"
         else:
             found = f"task {self.task.name} has {_has(self.task)}; expected two classes"
-        raise ConfigError(f"train.choose_threshold is true, and {found}; leave it out")
+        raise ConfigError(f"train.choose_threshold is true, but {found}; leave it out")
 
     def settle(
         self, model: torch.nn.Module, data: Data, accelerator: Any, stopped: Callable[[], bool]
@@ -227,7 +227,7 @@ class Finetuning(Experiment[FinetuneConfig]):
         if not done.test:
             return before + super().summary(done, figures)
         return (
-            f"{before}score {figures['score']:.4f}, {done.best['score']:.4f} on the examples held back, at step "
+            f"{before}score {figures['score']:.4f}, {done.best['score']:.4f} on the held-back examples, at step "
             f"{done.best['step']}; everything is in {done.folder}"
         )
 

@@ -48,7 +48,7 @@ def perform(name: str, plan: Plan, limit: float) -> dict[str, Any]:
         if code == 0:
             entry |= {"status": "passed", "figures": step.figures(plan)}
         else:
-            what = f"took more than its {limit:.0f} s" if code is None else f"exit code {code}"
+            what = f"took longer than its limit of {limit:.0f} s" if code is None else f"exit code {code}"
             entry |= {"status": "failed", "reason": f"{what}; {log} says: {verdict(log)}"}
     except (ConfigError, FileError, ImportError, OSError, ValueError, KeyError) as error:
         entry |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
@@ -66,7 +66,7 @@ def out_of_reach(name: str, plan: Plan) -> str | None:
     if STEPS[name].cards == 1 or plan.device == "cpu":
         return None
     found = torch.cuda.device_count()
-    return None if found >= STEPS[name].cards else f"it needs {STEPS[name].cards} GPUs, and there is {found}"
+    return None if found >= STEPS[name].cards else f"it needs {STEPS[name].cards} GPUs; found {found}"
 
 
 def ended_in_time(command: Sequence[str], log: Path, limit: float) -> int | None:

@@ -192,7 +192,7 @@ class FitHead(Finetuning):
         return "\n".join(
             [
                 *grid(["examples", "seconds", "score"], rows),
-                f"leave-one-out, of training examples: {foretold}; the model is in {done.folder / 'bundle'}",
+                f"leave-one-out on the training examples: {foretold}; the model is in {done.folder / 'bundle'}",
             ]
         )
 

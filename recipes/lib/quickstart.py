@@ -82,8 +82,8 @@ def load_corpus(say: Callable[[str], object]) -> Corpus:
         return film_corpus()
     except film_reviews.DownloadError as error:
         say(
-            f"No film reviews: {error}.\nThe quickstart goes on with another task, sentences of Python's own "
-            "docstrings in six areas. It is harder: its accuracies do not compare with those of the film reviews."
+            f"No film reviews: {error}.\nThe quickstart continues with another task: sentences from Python's "
+            "own docstrings, in six areas. It is harder; its accuracies are not comparable with those on film reviews."
         )
         return docstring_corpus()
 

@@ -32,7 +32,7 @@ from snnk_peft.tuner.slot_layer import root_of
 
 STATES, VIEWS = "trunk_states", "trunk_views"  # keys in a batch
 DTYPE = torch.bfloat16  # dtype of the stored states
-KEPT = "method.cut is {cut}, and the layers before are run once"
+KEPT = "method.cut is {cut}, so the layers before it run only once"
 
 
 class _Reached(Exception):  # noqa: N818 - control flow, not an error
@@ -79,7 +79,7 @@ class Trunk:
         trained = [name for name, value in below_cut(self._bare, self.cut).items() if value.requires_grad]
         if trained:
             shown = ", ".join(trained[:3]) + (f" and {len(trained) - 3} more" if len(trained) > 3 else "")
-            raise ConfigError(f"{kept}, but {shown} would be trained; choose layers behind the cut alone")
+            raise ConfigError(f"{kept}, but {shown} would be trained; choose only layers after the cut")
         above = {module for layer in layers[self.cut :] for module in layer.modules()}
         below = [module for module in self._bare.base_model.modules() if module not in above]
         chances = [module.p for module in below if isinstance(module, nn.modules.dropout._DropoutNd)]
@@ -115,8 +115,8 @@ class Trunk:
             self._rest = output[1:] if isinstance(output, tuple) else None
             if any(value is not None for value in self._rest or ()):
                 raise UnsupportedError(
-                    f"{KEPT.format(cut=self.cut)}, but layer {index} hands on {len(output)} values; expected hidden "
-                    "states alone. Leave method.cut out"
+                    f"{KEPT.format(cut=self.cut)}, but layer {index} returns {len(output)} values; expected only "
+                    "hidden states. Leave method.cut out"
                 )
             self._seen += [*([] if self._seen else [entered]), output if self._rest is None else output[0]]
             if last:

@@ -83,7 +83,7 @@ def test_make_benchmarks_leaves_out_what_needs_a_model() -> None:
     ("given", "message"),
     [
         ("lowrank_speed.py --rank-scales 1.5", "expected numbers above 0 and at most 1"),
-        ("lowrank_compress.py --resnet x", "resnet needs both of --resnet and --cifar10"),
+        ("lowrank_compress.py --resnet x", "resnet needs both --resnet and --cifar10"),
         ("lowrank_compress.py", "nothing to compress"),
         ("convert_models.py curve --model x --data x --only magic", "--only magic names no point"),
     ],
@@ -181,7 +181,7 @@ def test_the_peak_is_that_of_the_work(tmp_path: Path) -> None:
     (tmp_path / "holder.py").write_text("def hold(megabytes):\n    raise OSError(megabytes)\n")
     done = run_python(["-c", code + "import _bench, holder; print(*_bench.peak_of_process(holder.hold, 200))"])
     assert done.returncode == 1
-    assert "ended with code 1" in done.stderr  # and is not waited for
+    assert "ended with exit code 1" in done.stderr  # and is not waited for
 
 
 # --- pictures and processes -------------------------------------------------------------------------------------------

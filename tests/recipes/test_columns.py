@@ -70,7 +70,7 @@ def test_faults_of_files(tmp_path: Path) -> None:
         TASKS["covertype"].load(tmp_path)
     with pytest.raises(ConfigError, match=r"has no all_train.csv\(.gz\)\n.*has no all_test.csv"):
         TASKS["hepmass"].load(tmp_path)
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         TASKS["higgs"].load(tmp_path / "absent")
     whole = gzip.compress(("0," * 54 + "1\n").encode() * 100)
     (tmp_path / "covtype.data.gz").write_bytes(whole[: len(whole) // 2])

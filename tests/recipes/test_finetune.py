@@ -628,7 +628,7 @@ def test_a_run_and_its_adapter_give_the_same_bundle(
     for arguments, message in (
         ([str(run)], "exists; replace it with --overwrite"),
         ([str(run / "adapter")], "give --task"),
-        ([str(run / "adapter"), "--task", "rte"], "give --output"),
+        ([str(run / "adapter"), "--task", "rte"], "--output is missing"),
         ([str(run), "--output", str(run / "checkpoints"), "--overwrite"], "which holds no model"),
         ([str(tmp_path), "--task", "rtee", "--output", str(tmp_path / "x")], "did you mean 'rte'"),
     ):

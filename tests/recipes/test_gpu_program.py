@@ -64,7 +64,7 @@ def test_one_failure_does_not_hide_the_rest(tmp_path, capfd):
     assert gpu.main([*ON_CPU, str(tmp_path), "--steps", "attention", "adapter_step", "--limit", "0.2"]) == 1
     entries = report_of(tmp_path)["steps"]
     assert [entry["status"] for entry in entries] == ["failed", "failed"]
-    assert all("took more than its 0 s" in entry["reason"] for entry in entries)
+    assert all("took longer than its limit of 0 s" in entry["reason"] for entry in entries)
     assert "adapter_step" in capfd.readouterr().out
 
 

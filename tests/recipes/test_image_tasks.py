@@ -187,9 +187,9 @@ OBJECTS = (
         (b"\x80\x02tR.", "not a well-formed pickle"),
         (b"\x80\x02}(U\x04datah\x63u.", "not a well-formed pickle"),
         (layouts.pickled({"labels": [1]}).replace(b"](K\x01e", b"]}b"), "not a well-formed pickle"),
-        (batch(labels=[1, 2, 3]), "2 pictures and 3 labels"),
+        (batch(labels=[1, 2, 3]), "2 images and 3 labels"),
         (batch(labels=[1, 10]), "image 1: class 10 (1 such); expected 0 to 9"),
-        (batch(labels=["1", "2"]), "labels is no list of class ids"),
+        (batch(labels=["1", "2"]), "labels is not a list of class ids"),
         (batch(labels=None), "no labels; found data"),
         (batch(labels=None, fine_labels=[1, 2]), "no labels; found data, fine_labels"),
         (batch(data=[1, 2]), "expected an array (n, 3072)"),
@@ -268,7 +268,7 @@ def test_damaged_idx_files(tmp_path: Path):
 
     train = "train-images-idx3-ubyte.gz"
     assert "begins with 00 00 08 01; expected 00 00 08 03" in fault_of(train, gzip.compress(labels))
-    assert "expected 20 x 28 x 28: the file was cut" in fault_of(train, gzip.compress(images[:-1]))
+    assert "expected 20 x 28 x 28: the file was truncated" in fault_of(train, gzip.compress(images[:-1]))
     assert "expected 20 x 28 x 28" in fault_of(train, gzip.compress(images + b"x"))
     assert "begins with 00 00 08 03" in fault_of(train, gzip.compress(images[:11]))
     assert train in fault_of(train, gzip.compress(images)[:-9])
@@ -423,12 +423,12 @@ def test_faults_of_imagenet_folders(tmp_path: Path):
     faults = faults_of(lambda: load("imagenet1k", folder))
     assert f"{solution}, line 2: class 'm03126707'; expected one of n01440764, n02012849" in faults[0]
     assert "line 3: " in faults[1]
-    assert "has no picture ILSVRC2012_val_00000009" in faults[1]
+    assert "has no image ILSVRC2012_val_00000009" in faults[1]
     assert len(faults) == 5
     assert "val_00000001.JPEG" in "".join(faults)
-    assert "does not say its class" in faults[2]
+    assert "does not give its class" in faults[2]
     solution.unlink()
-    assert "add it, or move the pictures" in faults_of(lambda: load("imagenet1k", folder))[0]
+    assert "add it, or move the images" in faults_of(lambda: load("imagenet1k", folder))[0]
     shutil.rmtree(folder / "ILSVRC/Data/CLS-LOC/val")
     assert "has no folder val or validation" in faults_of(lambda: load("imagenet1k", folder))[0]
     write(folder / "LOC_synset_mapping.txt", "n01440764\n\nn02012849 crane\n")
@@ -437,7 +437,7 @@ def test_faults_of_imagenet_folders(tmp_path: Path):
     assert "is not UTF-8" in faults_of(lambda: settled("imagenet1k", folder))[0]
     (folder / "LOC_synset_mapping.txt").unlink()
     (folder / "ILSVRC/Data/CLS-LOC/train/cat").mkdir()
-    assert "'cat' is no class; expected a WNID" in faults_of(lambda: settled("imagenet1k", folder))[0]
+    assert "'cat' is not a class; expected a WNID" in faults_of(lambda: settled("imagenet1k", folder))[0]
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------

@@ -214,7 +214,7 @@ def test_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match=fault):
             TASK.load(**given)
     write_reviews(tmp_path / "few", train=4)
-    with pytest.raises(ConfigError, match="8 training reviews, of which one in 10 validates"):
+    with pytest.raises(ConfigError, match="8 training reviews, one in 10 of them for validation"):
         TASK.load(tmp_path / "few")
     assert len(TASK.load(tmp_path / "few", splits=["test"])["test"]) == 6
     write_reviews(tmp_path / "bad")

@@ -154,7 +154,7 @@ def test_what_is_before_the_cut_stays_as_it_was(world: Path, tmp_path: Path, met
         (("method.cut=1", "train.dropout=0.2"), "dropout of 0.2; set train.dropout=0"),
         (
             ("method.cut=1", "method.adapter={num_features: 4, layers: [0, 1]}"),
-            "would be trained; choose layers behind",
+            "would be trained; choose only layers after",
         ),
         (("method.cut=1", "method.name=ia3"), "IA3Config takes no layers"),
         (("method.cut=0",), "method.cut"),

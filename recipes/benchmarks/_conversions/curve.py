@@ -166,7 +166,7 @@ def fault(arguments: argparse.Namespace) -> str | None:
     """Return a message if `--only` names no point."""
     if not arguments.only or len(chosen(arguments.only)) > 1 or "original" in arguments.only:
         return None
-    return f"--only {' '.join(arguments.only)} names no point; expected some of {', '.join(points('', float))}"
+    return f"--only {' '.join(arguments.only)} names no point; expected one or more of {', '.join(points('', float))}"
 
 
 def chosen(only: Sequence[str]) -> list[str]:
@@ -191,7 +191,7 @@ def run(arguments: argparse.Namespace) -> None:
         found = [row["seconds"] for row in rows if (row["point"], row["seed"]) == (REFERENCE, seed)]
         if not found:
             raise SystemExit(
-                f"distillation takes as long as {REFERENCE!r} took, which was not measured; add it to --only"
+                f"distillation is given as long as {REFERENCE!r} took, which was not measured; add it to --only"
             )
         return float(found[0])
 

@@ -57,7 +57,7 @@ class Cost(NamedTuple):
         left = 1 - (1 - share) * (self.heads * self.head + ffn) / ffn
         if not 0 < left <= 1:
             least = self.heads * self.head / (self.heads * self.head + ffn)
-            raise ValueError(f"share is {share}; expected more than {least:.3f}, what attention costs, and at most 1")
+            raise ValueError(f"share is {share}; expected more than {least:.3f}, the cost of attention, and at most 1")
         return left
 
 
