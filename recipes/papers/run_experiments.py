@@ -157,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             return every(arguments)
         except KeyboardInterrupt:
-            print("stopped; start the same command again to go on")
+            print("stopped; run the same command again to continue")
             return 130
 
     return guarded(work)
@@ -179,7 +179,7 @@ def every(arguments: argparse.Namespace) -> int:
         code = timed(words, share)
         if code in (143, -signal.SIGTERM):  # its runs are saved, or it had only been starting
             if name in PROGRAMS:
-                print(f"{name} was not done in its part of the time and begins anew next time: give it more --minutes")
+                print(f"{name} did not finish in its share of the time and starts over next time: give more --minutes")
         elif code:
             failed.append(f"{name} (exit code {code})")
         elif name in PROGRAMS and (begun := PROGRAMS[name].output(arguments.into)).is_file():

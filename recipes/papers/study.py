@@ -48,7 +48,7 @@ def page(study: Study, argv: list[str]) -> int:
     """Store the reports of finished runs, then render page and figures; returns 0 if done, 2 without any report."""
     name = study.name
     if not study.page:
-        print(f"error: {name} has no page of its own; its runs are told of on that of another study", file=sys.stderr)
+        print(f"error: {name} has no page of its own; its runs are on the page of another study", file=sys.stderr)
         return 2
     shown = import_module(f"papers.pages.{study.page}")
     parser = argparse.ArgumentParser(prog=f"study.py page {name}", description=shown.__doc__, formatter_class=SHAPE)

@@ -64,7 +64,7 @@ def test_a_run_without_its_draws_is_not_on_the_page(tmp_path: Path, monkeypatch:
         )
         assert study.main(["run", "draws", *given]) == code
         said = capsys.readouterr()
-        assert ("start the same command again" in said.out) == (code == 143)
+        assert ("run the same command again" in said.out) == (code == 143)
         assert ("failed: sparsity_50/posrf_gmm/seed0" in said.err) == (code == 1)
         assert study.main(["page", "draws", "--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 2
         assert "recipes/papers/study.py run draws" in capsys.readouterr().err

@@ -57,7 +57,7 @@ def test_a_file_of_ones_own_and_its_path_is_not_told(tmp_path: Path) -> None:
     assert str(tmp_path) not in json.dumps(report)
     assert report["picture"] == "ramp.png"
     (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(ConfigError, match=r"text\.png cannot be read as a picture"):
+    with pytest.raises(ConfigError, match=r"text\.png cannot be read as an image"):
         read_picture("china", tmp_path / "text.png", 20)
 
 

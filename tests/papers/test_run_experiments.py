@@ -63,7 +63,7 @@ def test_it_stops_in_time_and_renders_what_is_finished(
     assert list((run / "checkpoints").glob("step-*/model.safetensors"))
     assert not (run / "metrics.json").exists()
     said = capfd.readouterr()
-    assert "start the same command again to continue" in said.out
+    assert "run the same command again to continue" in said.out
     assert "no finished run" in said.err
 
     short = ["--only", "snnk", "--minutes", "5", "--set", "train.steps=2", "train.device=cpu"]
@@ -202,7 +202,7 @@ def test_what_was_stopped_has_not_failed(name: str, code: int, tmp_path: Path, m
     assert run_experiments.main(["--only", name, *places(tmp_path)]) == 0
     said = capsys.readouterr()
     assert "failed" not in said.err
-    again = "pointwise was not done in its part of the time and begins anew next time"
+    again = "pointwise did not finish in its share of the time and starts over next time"
     assert (again in said.out) == (name == "pointwise")
 
 

@@ -345,7 +345,7 @@ def test_faults(program: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureF
     assert program["main"](out) == 2
     assert "no folder was given" in capsys.readouterr().err
     assert program["main"]([str(tmp_path / "absent"), *out]) == 2
-    assert "absent is no folder; expected a run or a model" in capsys.readouterr().err
+    assert "absent is not a folder; expected a run or a model" in capsys.readouterr().err
     pretrained(tmp_path / "orf", "orf")
     assert program["main"]([str(tmp_path / "orf"), *out]) == 2
     assert "no covariance is learned in this model: its attention has projection orf" in capsys.readouterr().err

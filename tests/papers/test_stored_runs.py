@@ -156,7 +156,7 @@ def test_reports_of_the_earlier_layout_are_told_of_and_taken_over(
 def test_a_run_whose_name_has_no_number_is_refused(tmp_path: Path) -> None:
     (tmp_path / "runs/task/one/seed0_copy").mkdir(parents=True)
     (tmp_path / "runs/task/one/seed0_copy/metrics.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"seed0_copy.*: the name of a run is seed and its number"):
+    with pytest.raises(ConfigError, match=r"seed0_copy.*: expected seed and its number as the name of a run"):
         collect(tmp_path / "runs", tmp_path / "study")
 
 

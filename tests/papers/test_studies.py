@@ -135,8 +135,8 @@ WRONG: dict[tuple[Any, str], list[tuple[list[str], list[str]]]] = {
         (["method.layers=[0, 1]"], ["method.layers names [1]; model.hidden is 1"]),
         (["method.snnk.init=zero"], ["snnk.init is 'zero'; expected one of nystrom, paper, random"]),
         (["method.snnk.component=sine"], ["sine"]),
-        (["method.kind=low_rank", "method.snnk=null"], ["snnk is None; expected its num_features"]),
-        (["data.file=/nowhere.png"], ["cannot be read as a picture"]),
+        (["method.kind=low_rank", "method.snnk=null"], ["snnk is None; expected num_features"]),
+        (["data.file=/nowhere.png"], ["cannot be read as an image"]),
     ],
     (fit_potential, "potential/two_bodies"): [
         (["method.snnk.projection=gausian", "data.frequency=0"], ["gausian", "data.frequency is 0.0"]),

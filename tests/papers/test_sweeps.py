@@ -93,7 +93,7 @@ def test_a_sweep_passes_a_stop_on_and_stops_itself(
     )
     grid = sweep.Sweep(lambda run: [str(tmp_path / "run.py"), f"train.seed={run.seed}"], tmp_path / "out")
     assert sweep.sweep(grid, [sweep.Run("rte", "m", 0), sweep.Run("rte", "m", 1)]) == code
-    assert "start the same command again" in capsys.readouterr().out
+    assert "run the same command again" in capsys.readouterr().out
 
 
 def test_a_sweep_that_is_stopped_tells_what_had_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,7 @@ def test_a_sweep_that_is_stopped_tells_what_had_failed(tmp_path: Path, capsys: p
     grid = sweep.Sweep(lambda run: [str(tmp_path / "run.py"), f"train.seed={run.seed}"], tmp_path / "out")
     assert sweep.sweep(grid, [sweep.Run("rte", "m", 0), sweep.Run("rte", "m", 1)]) == sweep.FAILED_THEN_STOPPED
     error = capsys.readouterr().err
-    assert "failed: rte/m/seed0 (killed, as systems do when memory is short)" in error
+    assert "failed: rte/m/seed0 (killed, as happens when memory runs out)" in error
     assert "failed before: rte/m/seed0" in error
     assert [sweep.ending(code) for code in (1, -11)] == ["exit code 1", "signal SIGSEGV"]
 
@@ -151,7 +151,7 @@ def test_the_first_photograph_is_fitted_and_named(tmp_path: Path, capsys: pytest
     (data / "photographs/b").mkdir(parents=True)
     (data / "photographs/0.txt").write_text("no picture")
     assert data_settings(task, wanted, data, tmp_path) is None
-    missing = f"note: {task} is left out: --data has no picture in photographs or imagenet"
+    missing = f"note: {task} is left out: --data has no image in photographs or imagenet"
     assert capsys.readouterr().out.splitlines() == [missing, missing]
     for name in ("imagenet/train/n01/n01_1.JPEG", "photographs/b/c.JPG", "photographs/b/d.png"):
         (data / name).parent.mkdir(parents=True, exist_ok=True)

@@ -59,7 +59,7 @@ class SineMethod:
         faults = [] if self.snnk is None else feature_faults(self.snnk)
         if self.kind == "low_rank" and "num_features" not in (self.snnk or {}):
             faults.append(
-                f"snnk is {self.snnk!r}; expected its num_features, which say how many numbers kind low_rank has"
+                f"snnk is {self.snnk!r}; expected num_features, which sets the number of parameters of kind low_rank"
             )
         return faults
 

@@ -53,7 +53,7 @@ def dense_model(model: LowRankModel, task: Any) -> nn.Module:
     if found.linear.out_features != task.num_labels:
         raise ConfigError(
             f"model.weights is {model.weights}, of {found.linear.out_features} classes; task {task.name} has "
-            f"{task.num_labels}: expected weights for as many, or null"
+            f"{task.num_labels}: expected weights for that many, or null"
         )
     return found
 

@@ -26,17 +26,17 @@ class LowRankModel:
 
     name_or_path: str = option(
         "resnet20",
-        f"{', '.join(CIFAR_RESNETS)} (for 32 x 32 pictures), or a folder or Hub name of an image classifier of "
+        f"{', '.join(CIFAR_RESNETS)} (for 32 x 32 images), or a folder or Hub name of an image classifier of "
         "transformers, such as those in recipes/models",
     )
     weights: str | None = option(
-        None, "null: random; of a ResNet of 32 x 32 pictures a safetensors file; 'pretrained': those of name_or_path"
+        None, "null: random; of a ResNet for 32 x 32 images a safetensors file; 'pretrained': those of name_or_path"
     )
 
     def check(self) -> list[str]:
         own = self.name_or_path in CIFAR_RESNETS
         if own and self.weights == "pretrained":
-            return [f"weights is 'pretrained', but {self.name_or_path} comes without; expected a safetensors file"]
+            return [f"weights is 'pretrained', but {self.name_or_path} has none; expected a safetensors file"]
         if not own and self.weights not in (None, "pretrained"):
             return [f"weights is {self.weights!r}; expected null or 'pretrained', the weights of {self.name_or_path}"]
         return []
@@ -96,7 +96,7 @@ class LowRankConfig:
     """All settings of recipes/papers/programs/train_lowrank.py."""
 
     output: RunOutput
-    task: str = option(MISSING, "a data set (recipes/data) whose examples are pictures")
+    task: str = option(MISSING, "a data set (recipes/data) whose examples are images")
     model: LowRankModel = field(default_factory=LowRankModel)
     data: DataSection = field(default_factory=DataSection)
     augment: AugmentSection = field(default_factory=AugmentSection)
@@ -107,5 +107,5 @@ class LowRankConfig:
         faults = task_faults(self.task, self.data)
         if not faults and TASKS[self.task].modality != "image":
             known = ", ".join(name for name in TASKS if TASKS[name].modality == "image")
-            faults = [f"task is {self.task}, whose examples are no pictures; expected one of {known}"]
+            faults = [f"task is {self.task}, whose examples are not images; expected one of {known}"]
         return faults

@@ -144,7 +144,7 @@ def eigenvalue_panels(rows: Mapping[str, Mapping[str, Sequence[Sequence[float]]]
         for panel in line[len(layers) :]:
             panel.set_axis_off()
         line[0].set_ylabel(name)
-    figure.supxlabel("number of the eigenvalue")
+    figure.supxlabel("index of the eigenvalue")
     figure.suptitle(title)
     store(figure, file)
 

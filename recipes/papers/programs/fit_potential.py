@@ -85,7 +85,7 @@ class PotentialConfig:
         if self.train.gradient_accumulation > 1:
             faults.append(
                 f"train.gradient_accumulation is {self.train.gradient_accumulation}; expected 1: the loss is the "
-                "spread of all points of a step, which is no mean over its parts. Set train.batch_size instead"
+                "spread of all points of a step, which is not a mean over its parts. Set train.batch_size instead"
             )
         return faults
 
@@ -100,7 +100,7 @@ class FitPotential(Training[PotentialConfig]):
         if accelerator.num_processes > 1:
             raise ConfigError(
                 f"there are {accelerator.num_processes} processes; expected one: the loss is the spread of all points "
-                "of a step, which is no mean over its parts"
+                "of a step, which is not a mean over its parts"
             )
         data = self.config.data
         self.system, seed = TwoBodies(data.frequency, data.spring), self.config.train.seed

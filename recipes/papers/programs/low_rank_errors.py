@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     ]
     if not reports:
         raise SystemExit(
-            f"error: {arguments.runs} holds dense networks alone; python recipes/papers/study.py run lowrank"
+            f"error: {arguments.runs} holds only dense networks; run: python recipes/papers/study.py run lowrank"
         )
     known: dict[str, float] = {}  # decay does not affect the start
     rows = []

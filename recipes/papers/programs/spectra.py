@@ -67,9 +67,9 @@ def work(arguments: argparse.Namespace) -> None:
 
 def measure(folders: Sequence[Path]) -> dict[str, Any]:
     """Compute all figures."""
-    faults = [f"{folder} is no folder; expected a run or a model" for folder in folders if not folder.is_dir()]
+    faults = [f"{folder} is not a folder; expected a run or a model" for folder in folders if not folder.is_dir()]
     if not folders:
-        faults = ["no folder was given; expected runs or models, or --render for what is in --output already"]
+        faults = ["no folder was given; expected runs or models, or --render for what is already in --output"]
     if faults:
         raise ConfigError(faults)
     named = dict(zip(names(folders), folders, strict=True))

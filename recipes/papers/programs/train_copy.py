@@ -66,7 +66,7 @@ class CopyData:
 
     def check(self) -> list[str]:
         if self.length % 2:
-            return [f"length is {self.length}; expected an even number, two words and two marks"]
+            return [f"length is {self.length}; expected an even number: two words and two marks"]
         if self.piece is not None and (self.length // 2) % self.piece:
             return [f"piece is {self.piece}, which does not divide half of the length, {self.length // 2}"]
         return []

@@ -94,7 +94,7 @@ def columns_of(rows: Any) -> Columns:
         except UnreadableImageError as error:
             faults.append(str(error))
     if faults:
-        raise ConfigError(capped(faults, f"{len(faults)} of {len(rows)} pictures cannot be read"))
+        raise ConfigError(capped(faults, f"{len(faults)} of {len(rows)} images cannot be read"))
     return Columns(np.stack(pixels), rows.labels)
 
 
@@ -102,7 +102,7 @@ def columns_of(rows: Any) -> Columns:
 class MlpData:
     """The files."""
 
-    dir: str | None = option(None, "folder of the official files; null: the Hub, for pictures that are there")
+    dir: str | None = option(None, "folder of the official files; null: the Hub, for images that are there")
     max_train_samples: int | None = option(None, "train on a random subset", low=1)
     max_test_samples: int | None = option(None, "test on a random subset", low=1)
 
@@ -151,7 +151,7 @@ class MlpConfig:
     """All settings of this recipe."""
 
     output: RunOutput
-    task: str = option(MISSING, "a data set (recipes/data) whose examples are rows of numbers, or small pictures")
+    task: str = option(MISSING, "a data set (recipes/data) whose examples are rows of numbers, or small images")
     data: MlpData = field(default_factory=MlpData)
     model: MlpModel = field(default_factory=MlpModel)
     method: MlpMethod = field(default_factory=MlpMethod)
