@@ -110,3 +110,15 @@ def test_perplexity_is_that_of_transformers_own_loss():
     figures = comparison.figures()
     assert figures["perplexity"] == figures["original_perplexity"]
     assert figures["perplexity"] == pytest.approx(float(outputs.loss.exp()), rel=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_perplexity_of_padded_texts_is_that_of_each_alone(side):
+    model = LlamaForCausalLM(LlamaConfig(**TINY, num_key_value_heads=2, max_position_embeddings=32)).eval()
+    ids, logits, mask = torch.randint(0, 50, (2, 6)), torch.randn(2, 6, 50), torch.ones(2, 6, dtype=torch.long)
+    mask[0, slice(0, 3) if side == "left" else slice(3, 6)] = 0
+    comparison = Comparison(Answers(model))
+    comparison.update({"logits": logits}, {"logits": logits}, {"input_ids": ids, "attention_mask": mask})
+    texts = [(each[own == 1], words[own == 1]) for each, words, own in zip(logits, ids, mask, strict=True)]
+    losses = [torch.nn.functional.cross_entropy(each[:-1], words[1:], reduction="none") for each, words in texts]
+    assert comparison.figures()["perplexity"] == pytest.approx(float(torch.cat(losses).mean().exp()), rel=1e-5)

@@ -222,3 +222,11 @@ def test_a_drawn_matrix_takes_nothing_but_the_size_from_a_layer():
     built = landmarks.build(layer, importance=torch.arange(20.0)).projection
     assert torch.equal(built.weight, layer.weight[8:])
     assert torch.equal(built.bias, layer.bias[8:])
+
+
+@pytest.mark.parametrize("dim", [5, 7])
+def test_the_size_is_that_of_the_layer(tail, dim):
+    spec = FeatureMapSpec("relu", tail, 4, dim=dim)
+    with pytest.raises(ConfigError, match=f"dim is {dim}; expected 6, the inputs of the layer"):
+        spec.build(torch.nn.Linear(6, 9))
+    assert spec.build(torch.nn.Linear(dim, 9)).projection.dim == dim

@@ -514,3 +514,6 @@ def test_a_pickled_cache_knows_what_made_it(tmp_path):
         other.generate(input_ids=first, **ENDLESS, past_key_values=pickle.loads(written))
     cache.reset()
     assert pickle.loads(pickle.dumps(cache)).get_seq_length() == 0
+    # An empty one holds no sums of anybody's feature maps.
+    expected = other.generate(input_ids=first, **ENDLESS, use_cache=False)
+    assert torch.equal(other.generate(input_ids=first, **ENDLESS, past_key_values=cache), expected)

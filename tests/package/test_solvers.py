@@ -12,6 +12,7 @@ from torch import nn
 
 from snnk_peft.errors import ConfigError
 from snnk_peft.solvers.nystrom import nystrom_readout
+from snnk_peft.solvers.reduce import ErrorMeter
 from snnk_peft.solvers.ridge import GramAccumulator, fit_ridge, one_hot_targets
 
 F64 = torch.float64
@@ -271,3 +272,24 @@ def test_nystrom_leaves_the_global_generator_alone_and_reports_faults():
         assert part in str(error.value)
     with pytest.raises(ValueError, match="projection holds NaN"):
         nystrom_readout(W, None, torch.relu, G * math.nan, None, torch.relu)
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("behind", [None, torch.randn(3, 4, dtype=F64)], ids=["", "output weight"])
+def test_a_weight_counts_as_that_many_vectors(behind):
+    """Whole weights against repeated rows, and those against the definition."""
+    target, estimate = torch.randn(2, 30, 4, dtype=F64)
+    target += 1
+    weight = torch.randint(0, 4, (30,))
+    meter, repeated = ErrorMeter(behind), ErrorMeter(behind)
+    for part in range(0, 30, 10):
+        meter.update(*(each[part : part + 10] for each in (target, estimate, weight)))
+    target, estimate = (each.repeat_interleave(weight, 0) for each in (target, estimate))
+    repeated.update(target, estimate)
+    if behind is not None:
+        target, estimate = target @ behind.T, estimate @ behind.T
+    expected = (target - estimate).square().sum() / (target - target.mean(0)).square().sum()
+    assert meter.value() == pytest.approx(float(expected), rel=1e-9)
+    assert repeated.value() == pytest.approx(float(expected), rel=1e-9)
