@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def score_rows(
     table: Mapping[str, Mapping[str, tuple[float, float]]], file: Path, title: str, xlabel: str = "dev score"
 ) -> None:
     """Plot one panel per row of `table` with one line per method: its score (mean, standard deviation) as a point."""
-    methods = list(dict.fromkeys(method for cells in table.values() for method in cells))
+    methods = _names(table)
     size = (2.6 * len(table) + 2.5, 0.25 * len(methods) + 1.5)
     figure, axes = make_axes(1, len(table), size=size, sharey=True, squeeze=False)
     for panel, (name, cells) in zip(axes[0], table.items(), strict=True):
@@ -52,6 +52,11 @@ def score_points(points: Mapping[str, tuple[int, float, float]], file: Path, tit
     axes.set(xscale="log", xlabel="trained parameters", ylabel=ylabel, title=title)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     store(figure, file)
+
+
+def _names(groups: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return the names in all groups, each once, in the order of their first occurrence."""
+    return list(dict.fromkeys(name for group in groups.values() for name in group))
 
 
 def _side_by_side(count: int) -> tuple[Any, Any]:
@@ -86,7 +91,7 @@ def score_panels(
         level: mean and standard error of a baseline independent of x, drawn as "dense"; None for none.
     """
     figure, axes = _side_by_side(len(panels))
-    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    labels = _names(panels)
     drawn: dict[str, Any] = {}  # one entry of the legend per name, whatever the panel
     for panel, (name, lines) in zip(axes[0], panels.items(), strict=True):
         for label, points in lines.items():
@@ -112,7 +117,7 @@ def scatter_panels(
         labels: labels of x and y.
     """
     figure, axes = _side_by_side(len(panels))
-    names = list(dict.fromkeys(name for points in panels.values() for name in points))
+    names = _names(panels)
     drawn: dict[str, Any] = {}  # one entry of the legend per name, whatever the panel
     for panel, (heading, points) in zip(axes[0], panels.items(), strict=True):
         for name, pairs in points.items():

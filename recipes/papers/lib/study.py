@@ -94,10 +94,12 @@ def load(name: str) -> Study:
             for rate in given["rates_of"].get(method, given["rates"])
         }
 
+    of_all = {"": []} if PRETRAINING in given else methods  # methods are then those of the pretraining
+
     def task(title: str) -> Task:
         mine = every[title] or {}
         shared = [*given.get("settings", []), *mine.get("settings", [])]
-        of_task = {"": []} if PRETRAINING in given else expanded(mine["methods"]) if "methods" in mine else methods
+        of_task = expanded(mine["methods"]) if "methods" in mine else of_all
         program, config = (mine.get(key, given.get(key)) for key in ("program", "config"))
         return Task(
             program_file(program),
